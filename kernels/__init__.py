@@ -1,0 +1,1 @@
+"""The operators of chunkc: their meaning, their task planning and their bodies."""

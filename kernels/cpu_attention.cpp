@@ -1,0 +1,144 @@
+// chunkc::mixed_attention on CPU: paged, ragged, causal attention along a task table.
+//
+// The meaning is kernels/reference.py, the table kernels/tasks.py, a task's computation cpu_task.h. Threads take tasks
+// from an atomic counter in the table's order. The one that finishes the last piece of a split block merges the pieces,
+// in the order of the keys: the same result whoever it is.
+
+#include "cpu_task.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <optional>
+
+namespace chunkc {
+namespace {
+
+// Writes this step's keys and values to the pages and clears the output, which no task may cover (padding).
+template <typename T>
+void append_and_clear(
+    const at::Tensor& k, const at::Tensor& v, at::Tensor& k_pages, at::Tensor& v_pages,
+    const at::Tensor& slot_mapping, at::Tensor& out) {
+  const View<const T> from_k(k), from_v(v);
+  const View<T> to_k(k_pages), to_v(v_pages), to_out(out);
+  const int64_t heads = k.size(1), qk_dim = k.size(2), v_dim = v.size(2), page_size = k_pages.size(2);
+  const int64_t num_slots = k_pages.size(0) * page_size, out_row = out.size(1) * out.size(2);
+  const int64_t* slots = slot_mapping.data_ptr<int64_t>();
+  at::parallel_for(0, k.size(0), 64, [&](int64_t begin, int64_t end) {
+    std::fill_n(to_out.at(begin, 0), (end - begin) * out_row, T(0.0f));
+    for (int64_t t = begin; t < end; ++t) {
+      if (slots[t] < 0)
+        continue;
+      TORCH_CHECK_INDEX(slots[t] < num_slots, "mixed_attention: slot ", slots[t], " is not in the cache");
+      const int64_t page = slots[t] / page_size, offset = slots[t] % page_size;
+      for (int64_t h = 0; h < heads; ++h) {
+        std::copy_n(from_k.at(t, h), qk_dim, to_k.at(page, h, offset));
+        std::copy_n(from_v.at(t, h), v_dim, to_v.at(page, h, offset));
+      }
+    }
+  });
+}
+
+template <typename T>
+void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    thread_local Workspace workspace;
+    for (int64_t i = next++; i < num_tasks; i = next++)
+      body.run(tasks[i], workspace);
+  });
+}
+
+void check_table(const at::Tensor& t, const char* name, at::ScalarType dtype, int64_t dim) {
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, "mixed_attention: ", name, " must be ", dtype, ", not ", t.scalar_type());
+  TORCH_CHECK_VALUE(
+      t.dim() == dim && t.is_contiguous(), "mixed_attention: ", name, " must be contiguous and ", dim, "-d");
+}
+
+at::Tensor mixed_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& k_pages, at::Tensor& v_pages,
+    const at::Tensor& q_offsets, const at::Tensor& kv_lens, const at::Tensor& page_table,
+    const at::Tensor& slot_mapping, const at::Tensor& tasks, const at::Tensor& merges,
+    const std::optional<at::Tensor>& sinks, double scale, int64_t window, int64_t chunk, double softcap) {
+  TORCH_CHECK_VALUE(
+      q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k_pages.dim() == 4 && v_pages.dim() == 4,
+      "mixed_attention: q, k, v must be 3-d and the pages 4-d");
+  TORCH_CHECK_VALUE(
+      k.size(0) == q.size(0) && v.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(1) == v.size(1) &&
+          k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+      "mixed_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
+  TORCH_CHECK_VALUE(
+      k_pages.size(0) == v_pages.size(0) && k_pages.size(1) == k.size(1) && v_pages.size(1) == k.size(1) &&
+          k_pages.size(2) == v_pages.size(2) && k_pages.size(3) == k.size(2) && v_pages.size(3) == v.size(2) &&
+          k_pages.stride(3) == 1 && v_pages.stride(3) == 1,
+      "mixed_attention: pages ", k_pages.sizes(), " and ", v_pages.sizes(), " do not fit k ", k.sizes(), " and v ",
+      v.sizes());
+  for (at::ScalarType dtype : {k.scalar_type(), v.scalar_type(), k_pages.scalar_type(), v_pages.scalar_type()})
+    TORCH_CHECK_TYPE(dtype == q.scalar_type(), "mixed_attention: q, k, v and the pages must share one dtype");
+  check_table(q_offsets, "q_offsets", at::kInt, 1), check_table(kv_lens, "kv_lens", at::kInt, 1);
+  check_table(page_table, "page_table", at::kInt, 2), check_table(slot_mapping, "slot_mapping", at::kLong, 1);
+  check_table(tasks, "tasks", at::kInt, 2), check_table(merges, "merges", at::kInt, 2);
+  TORCH_CHECK_VALUE(
+      q_offsets.size(0) == kv_lens.size(0) + 1 && page_table.size(0) == kv_lens.size(0) &&
+          slot_mapping.size(0) == q.size(0) && tasks.size(1) == 8 && merges.size(1) == 8,
+      "mixed_attention: the batch's tensors do not fit together");
+
+  const auto contiguous_rows = [](const at::Tensor& t) { return t.stride(2) == 1 ? t : t.contiguous(); };
+  const at::Tensor queries = contiguous_rows(q), keys = contiguous_rows(k), values = contiguous_rows(v);
+  at::Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
+  at::Tensor sinks_float;
+  if (sinks) {
+    sinks_float = sinks->to(at::kFloat).contiguous();
+    TORCH_CHECK_VALUE(
+        sinks_float.dim() == 1 && sinks_float.size(0) == q.size(1), "mixed_attention: one sink per query head");
+  }
+
+  const int64_t num_merges = merges.size(0);
+  const Merge* merge_table = reinterpret_cast<const Merge*>(merges.data_ptr<int32_t>());
+  int64_t scratch_rows = 0;
+  std::unique_ptr<std::atomic<int32_t>[]> pieces_left(new std::atomic<int32_t>[num_merges]);
+  for (int64_t i = 0; i < num_merges; ++i) {
+    const Merge& m = merge_table[i];
+    scratch_rows = std::max<int64_t>(scratch_rows, m.partial + int64_t(m.num_splits) * (m.row_end - m.row_begin));
+    pieces_left[i] = m.num_splits;
+  }
+  at::Tensor partials = at::empty({scratch_rows, v.size(2) + 2}, q.options().dtype(at::kFloat));
+
+  Call call{};
+  call.q_offsets = q_offsets.data_ptr<int32_t>();
+  call.kv_lens = kv_lens.data_ptr<int32_t>();
+  call.page_table = page_table.data_ptr<int32_t>();
+  call.page_table_stride = page_table.size(1);
+  call.num_requests = kv_lens.size(0), call.num_tokens = q.size(0);
+  call.num_pages = k_pages.size(0), call.page_size = k_pages.size(2);
+  call.num_q_heads = q.size(1), call.num_kv_heads = k.size(1), call.group = q.size(1) / k.size(1);
+  call.qk_dim = q.size(2), call.v_dim = v.size(2);
+  call.sinks = sinks ? sinks_float.data_ptr<float>() : nullptr;
+  call.scale = scale, call.softcap = softcap, call.window = window, call.chunk = chunk;
+  call.merges = merge_table, call.partials = partials.data_ptr<float>(), call.pieces_left = pieces_left.get();
+
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    append_and_clear<T>(keys, values, k_pages, v_pages, slot_mapping, out);
+    run_tasks<T>(
+        Body<T>(call, queries, k_pages, v_pages, out),
+        reinterpret_cast<const Task*>(tasks.data_ptr<int32_t>()), tasks.size(0));
+  };
+  switch (q.scalar_type()) {
+    case at::kFloat: run(float()); break;
+    case at::kBFloat16: run(c10::BFloat16()); break;
+    case at::kHalf: run(c10::Half()); break;
+    default: TORCH_CHECK_TYPE(false, "mixed_attention: float32, bfloat16 or float16 wanted, not ", q.scalar_type());
+  }
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
+  m.impl("mixed_attention", &mixed_attention);
+}
+
+}  // namespace
+}  // namespace chunkc

@@ -1,0 +1,77 @@
+"""Building, caching and loading the C++ body."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chunkc.errors import ChunkcError
+from chunkc.kernels import cpu_backend
+
+USE = """
+import warnings, torch
+from chunkc.kernels import cpu_backend
+from chunkc.kernels.cases import make_case
+from chunkc.kernels.tasks import AttentionShape
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loaded = [cpu_backend.load(), cpu_backend.load()]
+out = make_case([3, 1], [30, 9], AttentionShape(4, 2, 16, 16)).run()
+assert out.isfinite().all() and out.any()
+print(loaded, cpu_backend.active_body(), [str(w.message) for w in caught if w.category is RuntimeWarning])
+"""
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", USE],
+        env={**os.environ, "CHUNKC_CACHE_DIR": str(cache), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
+    processes = [start(tmp_path / "cache") for _ in range(3)]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert out.strip() == "[True, True] cpp []"
+    files = [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+    assert sorted(files) == ["cpu_attention.so", "lock"], "one library, and no half-built one"
+
+
+def test_without_a_compiler_one_warning_and_the_reference(tmp_path: Path) -> None:
+    out, err = start(tmp_path, CXX="no-such-compiler").communicate(timeout=60)
+    assert out.startswith("[False, False] reference ['chunkc found no C++ compiler"), err
+    assert out.count("found no C++ compiler") == 1
+
+
+def test_a_failing_build_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ChunkcError, match=r"exit status 3(.|\n)*out of luck"):
+        cpu_backend._find_or_build()
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ChunkcError, match="CHUNKC_CACHE_DIR"):
+        cpu_backend._find_or_build()
+
+
+def test_a_cached_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_backend.load()
+    library = cpu_backend._find_or_build()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library is not None and cpu_backend._find_or_build() == library
