@@ -1,0 +1,1 @@
+"""Graph passes: FX graph in, FX graph out. One pass a file; no pass knows the runtime."""

@@ -1,0 +1,198 @@
+"""Small helpers on FX graphs that several passes need."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import chunkc.kernels.ops  # noqa: F401  (registers chunkc::attention, which passes name)
+from chunkc.errors import UnsupportedModelError
+
+#: attribute under which the captured wrapper holds the model; left out of the module paths shown to people
+MODEL_ATTRIBUTE = "hf"
+
+aten = torch.ops.aten
+
+_size_numbers = itertools.count()
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether ``node`` is a call of one of the given overloads, overload packets or functions."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    return node.target in targets or getattr(node.target, "overloadpacket", None) in targets
+
+
+def op_name(node: fx.Node) -> str:
+    """Readable name of what a node calls: ``aten.conv1d.default``."""
+    return str(node.target)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module whose code made this node, as in ``model.named_modules()``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        if entry[0] and not entry[0].startswith("_empty_nn_module_stack"):
+            path = entry[0]
+    for prefix in (f"L['self'].{MODEL_ATTRIBUTE}", MODEL_ATTRIBUTE):
+        if path == prefix or path.startswith(prefix + "."):
+            return path[len(prefix) + 1 :]
+    return path
+
+
+def refuse(node: fx.Node, reason: str, hint: str | None = None) -> UnsupportedModelError:
+    """The error that names a node's op and module. To be raised by the caller."""
+    return UnsupportedModelError(reason, op=op_name(node), module=module_path(node), hint=hint)
+
+
+def value(node: Any) -> Any:
+    """The fake value that a node computes (tensor, SymInt or tuple); constants stand for themselves."""
+    return node.meta["val"] if isinstance(node, fx.Node) else node
+
+
+def rank(node: fx.Node) -> int:
+    """Number of dimensions of the tensor that a node computes."""
+    return value(node).dim()
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The graph's inputs by name, in order."""
+    return {node.target: node for node in graph.nodes if node.op == "placeholder"}
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The graph's only output value."""
+    result = graph.output_node().args[0]
+    if isinstance(result, (tuple, list)):
+        (result,) = result
+    return result
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake tensor mode in which the graph was traced; new values must come from the same one."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), FakeTensor):
+            return node.meta["val"].fake_mode
+    raise ValueError("the graph has no placeholder with a fake value")
+
+
+def new_size(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:
+    """A fresh dynamic size called ``name``, whose value during tracing is ``hint``."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    env = fake_mode_of(graph).shape_env
+    source = ConstantSource(f"__chunkc_{name}_{next(_size_numbers)}")
+    symbol = env.create_symbol(
+        hint,
+        source,
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=None,
+        do_not_specialize_zero_one=True,  # a batch of one request, or without merges, is a batch like any other
+    )
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int | torch.SymInt], dtype: torch.dtype) -> fx.Node:
+    """Add a graph input after those that exist, with a fake value of the given shape and dtype."""
+    last = list(placeholders(graph).values())[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    with fake_mode_of(graph):
+        node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return node
+
+
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    """Insert a call; origin (module path, stack trace) is taken from ``like`` so that messages stay useful."""
+    node = graph.call_function(target, args, kwargs)
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    return node
+
+
+#: where a node keeps what its value was computed from
+_PROPAGATED = "chunkc_propagated"
+
+
+class _Propagator(fx.Interpreter):
+    """Runs the graph on fake tensors and notes every value.
+
+    A node that is what it was, and whose inputs are, keeps its value: shape functions cost more than everything else
+    in a pipeline, and a pass changes few nodes.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(graph_module)
+        self.mode = mode
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "placeholder":
+            return n.meta["val"]
+        if n.op == "output":
+            return super().run_node(n)
+        if n.op == "get_attr":  # never remembered, or the node would keep the weight alive
+            result = super().run_node(n)
+            if isinstance(result, torch.Tensor) and not isinstance(result, FakeTensor):
+                result = self.mode.from_tensor(result, static_shapes=True)
+            return self._keep(n, result)
+        inputs = [self.env[other] for other in n.all_input_nodes]
+        known = n.meta.get(_PROPAGATED)
+        spelled = repr((n.args, n.kwargs))  # 1, 1.0 and True are equal, and make different dtypes
+        if known is not None and known[:4] == (n.target, n.args, n.kwargs, spelled):
+            if len(known[4]) == len(inputs) and all(a is b for a, b in zip(known[4], inputs, strict=True)):
+                return n.meta["val"]
+        result = self._keep(n, super().run_node(n))
+        n.meta[_PROPAGATED] = (n.target, n.args, n.kwargs, spelled, inputs)
+        return result
+
+    def _keep(self, n: fx.Node, result: Any) -> Any:
+        """Note a value; one like the last is kept, so that what follows need not be computed again."""
+        if not _same_value(n.meta.get("val"), result):
+            n.meta["val"] = result
+        return n.meta["val"]
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether two fake values are alike in dtype and, as expressions, in sizes and strides."""
+    if not (isinstance(a, FakeTensor) and isinstance(b, FakeTensor)) or a.dtype != b.dtype or a.dim() != b.dim():
+        return False
+    return all(
+        (symbol_of(x) if symbol_of(x) is not None else x) == (symbol_of(y) if symbol_of(y) is not None else y)
+        for x, y in zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True)
+    )
+
+
+def propagate(graph_module: fx.GraphModule) -> None:
+    """Recompute ``meta["val"]`` of every node from the placeholders' fake values.
+
+    Raises:
+        RuntimeError (or what the op raises): shapes or dtypes do not fit each other.
+    """
+    mode = fake_mode_of(graph_module.graph)
+    arguments = [node.meta["val"] for node in placeholders(graph_module.graph).values()]
+    # without Python's dispatcher some meta kernels see symbolic sizes as unknown and fail
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        _Propagator(graph_module, mode).run(*arguments, enable_io_processing=False)
+
+
+def symbol_of(size: int | torch.SymInt) -> Any:
+    """The sympy expression of a dynamic size, or None where it is a plain number."""
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def attribute(graph_module: fx.GraphModule, target: str) -> Any:
+    """The parameter, buffer or constant that a ``get_attr`` node names."""
+    result: Any = graph_module
+    for part in target.split("."):
+        result = getattr(result, part)
+    return result

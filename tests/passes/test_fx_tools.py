@@ -1,0 +1,215 @@
+"""fx_tools: values are recomputed where something changed and only there; nodes know their modules."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from chunkc import compat
+from chunkc.passes.fx_tools import (
+    add_placeholder,
+    aten,
+    attribute,
+    call,
+    fake_mode_of,
+    is_call,
+    module_path,
+    new_size,
+    op_name,
+    output_node,
+    placeholders,
+    propagate,
+    rank,
+    refuse,
+    symbol_of,
+    value,
+)
+
+from .graphs import WIDTH, Captured, Cases, huggingface
+
+
+def _chain(at: SimpleNamespace) -> torch.Tensor:
+    return at.inner(at.x.tanh() * 2).exp().neg()
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    cases = {"chain": _chain, "numbers": lambda at: (at.x * ((at.ids + 1) * 2)[..., None]).neg()}
+    return Captured(Cases(cases, inner=nn.Linear(WIDTH, WIDTH)))
+
+
+@pytest.fixture
+def chain(captured: Captured) -> fx.GraphModule:
+    graph_module = captured.graph("chain")
+    propagate(graph_module)
+    return graph_module
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the operators that are run on fake values from here on."""
+    names = []
+    run_node = fx.Interpreter.run_node
+
+    def counted(self: fx.Interpreter, n: fx.Node) -> object:
+        if n.op == "call_function":
+            names.append(str(n.target).split(".")[1])
+        return run_node(self, n)
+
+    monkeypatch.setattr(fx.Interpreter, "run_node", counted)
+    return names
+
+
+def _find(graph_module: fx.GraphModule, *targets: object) -> fx.Node:
+    (node,) = [node for node in graph_module.graph.nodes if is_call(node, *targets)]
+    return node
+
+
+# propagate
+
+
+def test_nothing_changed_nothing_is_computed(chain: fx.GraphModule, computed: list[str]) -> None:
+    before = [node.meta["val"] for node in chain.graph.nodes if node.op != "output"]
+    propagate(chain)
+    assert computed == []
+    assert all(
+        a is b for a, b in zip(before, (n.meta["val"] for n in chain.graph.nodes if n.op != "output"), strict=True)
+    )
+
+
+def test_the_first_time_everything_is_computed(captured: Captured, computed: list[str]) -> None:
+    propagate(captured.graph("chain"))
+    assert computed == ["embedding", "tanh", "mul", "linear", "exp", "neg"]
+
+
+def test_a_change_that_keeps_the_shape_stops_at_the_node(chain: fx.GraphModule, computed: list[str]) -> None:
+    node = _find(chain, aten.tanh)
+    node.target = aten.sin.default
+    propagate(chain)
+    assert computed == ["sin"]
+
+
+def test_a_change_of_shape_goes_as_far_as_it_matters(chain: fx.GraphModule, computed: list[str]) -> None:
+    node = _find(chain, aten.exp)
+    with chain.graph.inserting_after(node):
+        wider = call(chain.graph, aten.repeat.default, node, [1, 1, 2], like=node)
+    node.replace_all_uses_with(wider, delete_user_cb=lambda user: user is not wider)
+    propagate(chain)
+    assert computed == ["repeat", "neg"]
+    assert value(output_node(chain.graph)).shape[-1] == 2 * WIDTH
+
+
+def test_a_change_of_dtype_is_seen_through(chain: fx.GraphModule, computed: list[str]) -> None:
+    node = _find(chain, aten.tanh)
+    with chain.graph.inserting_after(node):
+        double = call(chain.graph, aten._to_copy.default, node, like=node, dtype=torch.float64)
+    product = _find(chain, aten.mul)
+    product.replace_input_with(node, double)
+    propagate(chain)
+    assert computed[:3] == ["_to_copy", "mul", "linear"]
+    assert value(product).dtype == torch.float64
+
+
+def test_equal_arguments_of_other_kinds_are_other_arguments(captured: Captured) -> None:
+    """1 == 1.0 == True, but ids + 1.0 is a float."""
+    graph_module = captured.graph("numbers")
+    propagate(graph_module)
+    node = _find(graph_module, aten.add)
+    assert value(node).dtype == torch.int64
+    node.args = (node.args[0], 1.0)
+    propagate(graph_module)
+    assert value(node).dtype == torch.float32
+
+
+def test_a_parameter_that_was_exchanged_is_seen(captured: Captured) -> None:
+    graph_module = captured.graph("chain")
+    propagate(graph_module)
+    linear = _find(graph_module, aten.linear)
+    owner, _, name = linear.args[1].target.rpartition(".")
+    bias = linear.args[2].target.rpartition(".")[2]
+    module = graph_module.get_submodule(owner)
+    setattr(module, name, nn.Parameter(torch.zeros(5, WIDTH)))
+    setattr(module, bias, nn.Parameter(torch.zeros(5)))
+    propagate(graph_module)
+    assert value(output_node(graph_module.graph)).shape[-1] == 5
+
+
+def test_sizes_stay_symbols(chain: fx.GraphModule) -> None:
+    symbol = symbol_of(value(placeholders(chain.graph)["input_ids"]).shape[1])
+    assert symbol is not None and symbol_of(WIDTH) is None
+    assert all(symbol_of(value(node).shape[1]) == symbol for node in chain.graph.nodes if node.op == "call_function")
+
+
+# where a node comes from
+
+
+def test_module_paths_are_those_of_the_model(captured: Captured) -> None:
+    graph = captured.graph("chain").graph
+    paths = {str(node.target).split(".")[1]: module_path(node) for node in graph.nodes if node.op == "call_function"}
+    assert paths == {
+        "embedding": "embed",
+        "tanh": "chain",
+        "mul": "chain",
+        "linear": "inner",
+        "exp": "chain",
+        "neg": "chain",
+    }
+
+
+def test_module_paths_of_a_real_model_name_its_modules() -> None:
+    model, graph_module = huggingface("gemma2")
+    modules = dict(model.named_modules())
+    paths = [module_path(node) for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert set(paths) <= set(modules)
+    linears = {module_path(node) for node in graph_module.graph.nodes if is_call(node, aten.linear)}
+    assert linears == {path for path, module in modules.items() if isinstance(module, nn.Linear)}
+
+
+def test_a_call_takes_its_origin_along(chain: fx.GraphModule) -> None:
+    like = _find(chain, aten.linear)
+    with chain.graph.inserting_after(like):
+        new = call(chain.graph, aten.neg.default, like, like=like)
+    assert module_path(new) == module_path(like) == "inner"
+    error = refuse(new, "because", "Try something else.")
+    assert (error.op, error.module, error.hint) == ("aten.neg.default", "inner", "Try something else.")
+    assert str(error) == "because [op aten.neg.default in module inner]. Try something else."
+    nowhere = chain.graph.call_function(torch.sin, (new,))
+    assert module_path(nowhere) == "" and "(root)" in str(refuse(nowhere, "because"))
+
+
+# small things
+
+
+def test_is_call_knows_overloads_packets_and_functions(chain: fx.GraphModule) -> None:
+    node = _find(chain, aten.mul)
+    assert is_call(node, aten.mul) and is_call(node, aten.mul.Tensor) and is_call(node, aten.add, aten.mul)
+    assert not is_call(node, aten.mul.Scalar) and not is_call(node, aten.add)
+    assert op_name(node) == "aten.mul.Tensor" and rank(node) == 3
+    for other in ("aten.mul", None, 2, placeholders(chain.graph)["input_ids"]):
+        assert not is_call(other, aten.mul)
+
+
+def test_new_sizes_and_inputs(captured: Captured) -> None:
+    graph = captured.graph("chain").graph
+    with compat.one_graph_for_every_size():
+        one, two = new_size(graph, "one", 5), new_size(graph, "two", 5)
+        add_placeholder(graph, "first", (one, 3), torch.int32)
+        node = add_placeholder(graph, "second", (two + 1,), torch.int64)
+    assert list(placeholders(graph)) == ["input_ids", "position_ids", "first", "second"]
+    assert symbol_of(one) != symbol_of(two)  # although both are 5 for now
+    assert value(node).dtype == torch.int64 and symbol_of(value(node).shape[0]) == symbol_of(two) + 1
+    assert value(node).fake_mode is fake_mode_of(graph)
+
+
+def test_output_and_attributes(chain: fx.GraphModule) -> None:
+    output = output_node(chain.graph)
+    chain.graph.output_node().args = ((output,),)
+    assert output_node(chain.graph) is output
+    weight = _find(chain, aten.linear).args[1]
+    assert attribute(chain, weight.target).shape == (WIDTH, WIDTH)
+    assert value(7) == 7
+    with pytest.raises(ValueError, match="no placeholder with a fake value"):
+        fake_mode_of(fx.Graph())
