@@ -1,0 +1,1 @@
+"""Requests, pages, scheduler, batch packing, sampling and the engine."""

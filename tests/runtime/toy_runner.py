@@ -1,0 +1,107 @@
+"""A model whose next token is a hash of all it can see, so that no mistake of the runtime stays hidden.
+
+It has a paged cache like a real one. For each token it writes token and position at the token's slot; for
+each wanted row it reads the request's history back through the page table. A wrong page, slot, position,
+length or row changes the hash and thus the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from chunkc.config import GenerationDefaults, SamplingParams
+from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.outputs import RequestMetrics
+from chunkc.runtime.request import Request
+from chunkc.runtime.sampling import Sampler
+
+GARBAGE = -(2**40)
+VOCAB = 97
+
+
+@lru_cache(maxsize=200_000)
+def _logits(history: bytes) -> np.ndarray:
+    seed = np.frombuffer(history, dtype=np.int64)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(np.abs(seed)))).normal(size=VOCAB)
+
+
+def toy_logits(tokens: Sequence[int]) -> torch.Tensor:
+    """float32 [VOCAB], what the toy model says after these tokens."""
+    codes = np.asarray(tokens, dtype=np.int64) << 20 | np.arange(len(tokens))
+    return torch.from_numpy(_logits(codes.tobytes())).float()
+
+
+def toy_generate(
+    prompt: Sequence[int], params: SamplingParams, defaults: GenerationDefaults | None = None
+) -> list[int]:
+    """The tokens of a request that has the toy model to itself."""
+    sampling = params.resolve(defaults)
+    request = Request.create("alone", 0, np.asarray(prompt), sampling, RequestMetrics(0.0))
+    while not request.is_full:
+        logits = toy_logits(request.tokens[: request.num_tokens])
+        token = Sampler().sample(logits[None], [request]).token_ids[0]
+        request.append(token)
+        if token in sampling.eos_token_ids:
+            break
+    return request.generated_token_ids()
+
+
+class ToyRunner:
+    """A ``ModelRunner``.
+
+    Attributes:
+        batches: all batches so far.
+        before: called with each batch first; may raise.
+        after: called with the logits and the batch; may change the logits.
+    """
+
+    vocab_size = VOCAB
+
+    def __init__(self, num_pages: int = 64, page_size: int = 4, max_positions: int = 4096) -> None:
+        self.num_pages, self.page_size, self.max_positions = num_pages, page_size, max_positions
+        self.slots = np.full(num_pages * page_size, GARBAGE, dtype=np.int64)
+        self.batches: list[PackedBatch] = []
+        self.before: Callable[[PackedBatch], None] = lambda batch: None
+        self.after: Callable[[torch.Tensor, PackedBatch], None] = lambda logits, batch: None
+
+    def run(self, batch: PackedBatch) -> torch.Tensor:
+        self.before(batch)
+        self._check(batch)
+        self.batches.append(batch)
+        meta = batch.attention
+        slots = meta.slot_mapping.numpy()
+        self.slots[slots] = batch.input_ids.numpy() << 20 | batch.positions.numpy()
+        offsets, lens = meta.q_offsets.numpy(), meta.kv_lens.numpy()
+        rows = []
+        for row in batch.logits_rows.tolist():
+            request = int(np.searchsorted(offsets, row, side="right")) - 1
+            visible = int(lens[request]) - (int(offsets[request + 1]) - 1 - row)
+            pages = meta.page_table.numpy()[request, : -(-visible // self.page_size)]
+            history = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:visible]
+            rows.append(torch.from_numpy(_logits(self.slots[history].tobytes())).float())
+        logits = torch.stack(rows)
+        self.after(logits, batch)
+        return logits
+
+    def _check(self, batch: PackedBatch) -> None:
+        """What the metadata promises, whatever is in the cache."""
+        meta = batch.attention
+        offsets = meta.q_offsets
+        assert (meta.q_offsets.dtype, meta.kv_lens.dtype, meta.page_table.dtype) == (torch.int32,) * 3
+        for tensor in (batch.input_ids, batch.positions, batch.logits_rows, meta.slot_mapping):
+            assert tensor.dtype == torch.int64 and tensor.dim() == 1
+        assert batch.num_tokens >= 1 and len(batch.logits_rows) >= 1
+        assert offsets[0] == 0 and offsets[-1] == batch.num_tokens
+        assert (offsets.diff() >= 1).all(), "a request without a token"
+        assert (batch.logits_rows.diff() > 0).all()
+        assert meta.slot_mapping.unique().numel() == batch.num_tokens, "two tokens in one slot"
+        assert meta.slot_mapping.min() >= 0 and meta.slot_mapping.max() < self.slots.size
+        assert meta.page_table.min() >= 0 and meta.page_table.max() < self.num_pages
+        assert (batch.positions < self.max_positions).all()
+        used = [meta.page_table[r, : -(-int(n) // self.page_size)].tolist() for r, n in enumerate(meta.kv_lens)]
+        flat = [page for pages in used for page in pages]
+        assert len(flat) == len(set(flat)), "two requests share a page"
