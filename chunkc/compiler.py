@@ -1,0 +1,220 @@
+"""``chunkc.compile``: a HuggingFace causal LM in, an engine out.
+
+model ──capture, passes (rewriting.py)──> graph ──lower.py──> callable ──check.py──> Engine
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from chunkc import check
+from chunkc.capture import shadow
+from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, EngineConfig
+from chunkc.errors import UnsupportedModelError
+from chunkc.kernels import cpu_backend
+from chunkc.lower import MODES, LoweredGraph, lower
+from chunkc.models import load, resolve_dtype
+from chunkc.passes.base import GraphPass
+from chunkc.passes.fx_tools import output_node, value
+from chunkc.passes.pipeline import PassPipeline
+from chunkc.report import CompileReport
+from chunkc.rewriting import Rewritten, rewrite
+from chunkc.runtime.cache_size import choose_num_pages
+from chunkc.runtime.engine import Engine
+from chunkc.runtime.runner import GraphRunner, bytes_per_page
+
+
+def compile(
+    model: nn.Module | str | Path,
+    budget: int | None = DEFAULT_BUDGET,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype | None = None,
+    page_size: int = DEFAULT_PAGE_SIZE,
+    num_pages: int | None = None,
+    cache_memory: int | str | None = None,
+    max_requests: int = DEFAULT_MAX_REQUESTS,
+    verify: Literal["on", "off"] = "on",
+    mode: Literal["compiled", "eager"] = "compiled",
+    passes: Sequence[GraphPass | str] | PassPipeline = (),
+    dump: str | Path | None = None,
+) -> Engine:
+    """Compile a causal LM into an engine that serves it with chunked prefill.
+
+    Args:
+        model: a HuggingFace causal LM, or a name, folder or GGUF file to load with its tokenizer. The model is not
+            changed. The engine shares some of its weights and has copies of others, so do not change them in place
+            while it serves: compile again.
+        budget: tokens per iteration, decodes and prefill chunks together; None runs each prompt whole.
+        tokenizer: a HuggingFace tokenizer, for text prompts; comes along where ``model`` is loaded here.
+        dtype: "float32", "bfloat16", "float16" or the torch dtype; None keeps the model's.
+        page_size: tokens per page of the key/value cache.
+        num_pages: pages in the cache; or
+        cache_memory: bytes for it, as a number or "2GiB". By default a share of the free memory.
+        max_requests: requests in progress at a time; more wait.
+        verify: "on" compares the compiled graph's logits with the model's before handing out the engine.
+        mode: "compiled" by Inductor, or "eager", op by op, for debugging.
+        passes: passes beside the core ones (instances or registered names), or a whole ``PassPipeline``.
+        dump: folder for the readable graph after every pass.
+
+    Returns:
+        an engine; ``engine.explain()`` shows what was done.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served right; names op, module, reason and what to do.
+        VerificationError: (one of the former) the compiled graph's logits are not the model's.
+        CapacityError: the cache does not fit.
+        ModelLoadError: there is no such model.
+        ValueError: an option has a bad value.
+    """
+    if mode not in MODES or verify not in ("on", "off"):
+        raise ValueError(f"mode is one of {', '.join(MODES)} and verify is on or off, not {mode!r} and {verify!r}")
+    config = EngineConfig(
+        budget=budget,
+        max_requests=max_requests,
+        page_size=page_size,
+        num_pages=num_pages,
+        cache_memory=cache_memory,
+    )
+    if isinstance(model, (str, Path)):
+        model, loaded_tokenizer = load(model, dtype=dtype)
+        tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
+    reference = _reference(model, resolve_dtype(dtype))
+    rewritten = rewrite(reference, passes=passes, dump=dump)
+    if not rewritten.context.facts >= {"paged", "logits_gathered"}:
+        raise UnsupportedModelError(
+            "the pipeline given does not page attention and gather logits, so its graph cannot be served",
+            hint="Use chunkc.rewrite to look at partly rewritten graphs.",
+        )
+    _say_what_is_limited(rewritten)
+    cpu_backend.load()
+    graph_module = rewritten.graph_module
+    before_lowering = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph)) if verify == "on" else None
+    vocab_size = int(value(output_node(graph_module.graph)).shape[-1])
+    lowered = lower(graph_module, mode, rewritten.context.resources)
+    runner, cache = _make_runner(lowered, rewritten, config, vocab_size)
+
+    verification, verify_seconds = None, 0.0
+    if before_lowering is not None:
+        start = time.perf_counter()
+        verification = _verify(lowered, rewritten, runner, reference, before_lowering)
+        verify_seconds = time.perf_counter() - start
+    report = CompileReport(
+        route=rewritten.route,
+        refused=rewritten.refused,
+        capture_seconds=rewritten.capture_seconds,
+        records=rewritten.records,
+        layers=tuple(rewritten.context.attention_layers),
+        mode=mode,
+        body=cpu_backend.active_body(),
+        lower_seconds=lowered.seconds,
+        verification=verification,
+        verify_seconds=verify_seconds,
+        cache=cache,
+    )
+    return Engine(
+        runner,
+        config=config,
+        tokenizer=tokenizer,
+        generation_config=getattr(model, "generation_config", None),
+        report=report,
+    )
+
+
+def _reference(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The model as it is to be served: in evaluation mode and in ``dtype``, sharing what it can.
+
+    Raises:
+        UnsupportedModelError: not a module, on a device, of a dtype or with quantised weights that cannot be served.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}, neither a torch module nor the name or path of a model"
+        )
+    parameters = list(model.parameters())
+    devices = sorted({parameter.device.type for parameter in parameters})
+    if devices not in ([], ["cpu"]):
+        raise UnsupportedModelError(
+            f"the model's parameters are on {', '.join(devices)}; only the CPU is served so far",
+            hint="Move it with model.to('cpu'), or give its name or path.",
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError(
+            "the model's weights are quantised", hint="Load it dequantised; GGUF files are dequantised on loading."
+        )
+    served = shadow(model, dtype)
+    dtypes = {p.dtype for p in served.parameters() if p.is_floating_point()}
+    if not dtypes <= set(check.TOLERANCE):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise UnsupportedModelError(
+            f"the model's parameters are {names}", hint="Give dtype='float32', 'bfloat16' or 'float16'."
+        )
+    return served
+
+
+def _make_runner(
+    lowered: LoweredGraph, rewritten: Rewritten, config: EngineConfig, vocab_size: int
+) -> tuple[GraphRunner, str]:
+    """The runner with its cache, and a line that says how large that is."""
+    context = rewritten.context
+    longest = min(context.max_positions or sys.maxsize, context.proven_length or sys.maxsize)
+    page_bytes = bytes_per_page(context.attention_layers, config.page_size)
+    num_pages = choose_num_pages(
+        num_pages=config.num_pages,
+        cache_memory=config.cache_memory,
+        bytes_per_page=page_bytes,
+        page_size=config.page_size,
+        max_requests=config.max_requests,
+        max_positions=longest,
+    )
+    runner = GraphRunner(
+        lowered,
+        context.attention_layers,
+        vocab_size=vocab_size,
+        max_positions=longest,
+        page_size=config.page_size,
+        num_pages=num_pages,
+    )
+    tokens = num_pages * config.page_size
+    mebibytes = num_pages * page_bytes / 2**20
+    return runner, f"cache: {num_pages} pages of {config.page_size} tokens ({tokens} tokens, {mebibytes:.0f} MiB)"
+
+
+def _verify(
+    lowered: LoweredGraph,
+    rewritten: Rewritten,
+    runner: GraphRunner,
+    reference: nn.Module,
+    before_lowering: fx.GraphModule,
+) -> check.Verification:
+    """The check runs on pages of its own, so that its room does not depend on the size of the cache."""
+    layers = rewritten.context.attention_layers
+    lengths = check.probe_lengths(layers, runner.max_positions)
+    probe = GraphRunner(
+        lowered,
+        layers,
+        vocab_size=runner.vocab_size,
+        max_positions=runner.max_positions,
+        page_size=runner.page_size,
+        num_pages=check.probe_pages(lengths, runner.page_size),
+    )
+    return check.verify(probe, layers, reference, before_lowering)
+
+
+def _say_what_is_limited(rewritten: Rewritten) -> None:
+    context = rewritten.context
+    if context.proven_length is not None and context.proven_length < (context.max_positions or sys.maxsize):
+        warnings.warn(
+            f"the meaning of this model's attention mask is proven up to {context.proven_length} tokens only; longer "
+            "requests are refused",
+            stacklevel=3,
+        )

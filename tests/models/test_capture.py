@@ -1,0 +1,160 @@
+"""Capture and compile work on a shadow: the caller's model, and transformers, stay as they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import VOCAB, build, generate_hf
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+import chunkc
+from chunkc.capture import INTERFACE, capture, logits_of, shadow
+from chunkc.errors import UnsupportedModelError
+
+PROMPT = torch.arange(3, 20)[None]
+POSITIONS = torch.arange(17)[None]
+
+
+def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr()
+
+
+def test_a_shadow_shares_parameters_and_buffers_but_no_module_or_configuration():
+    model = build("llama")
+    copied = shadow(model)
+    theirs = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    ours = dict(copied.named_parameters(remove_duplicate=False)) | dict(copied.named_buffers(remove_duplicate=False))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] is theirs[name] for name in theirs)
+    assert not {id(module) for module in model.modules()} & {id(module) for module in copied.modules()}
+    assert copied.config is not model.config and copied.model.config is not model.model.config
+
+
+def test_a_shadow_keeps_ties():
+    for dtype in (None, torch.bfloat16):
+        copied = shadow(build("gpt2"), dtype)
+        assert copied.lm_head.weight is copied.transformer.wte.weight
+
+
+def test_a_shadow_of_another_dtype_leaves_the_callers_parameters_alone():
+    model = build("llama")
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    copied = shadow(model, torch.bfloat16)
+    assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+    assert copied.config.dtype == torch.bfloat16 and model.config.dtype != torch.bfloat16
+    for name, parameter in model.named_parameters():
+        object_before, value_before = before[name]
+        assert parameter is object_before and parameter.dtype == torch.float32
+        assert torch.equal(parameter, value_before)
+
+
+def test_a_shadow_of_another_dtype_is_what_from_pretrained_loads(tmp_path):
+    model = build("gemma3_text")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    copied = shadow(model, torch.bfloat16)
+    assert loaded.model.rotary_emb.full_attention_inv_freq.dtype == torch.float32
+    assert copied.model.rotary_emb.full_attention_inv_freq.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(copied(PROMPT).logits, loaded(PROMPT).logits)
+
+
+def test_a_shadow_is_in_evaluation_mode_and_the_model_stays_in_training_mode():
+    model = build("gpt2").train()
+    model.transformer.h[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert not any(module.training for module in shadow(model).modules())
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_a_model_in_training_mode_is_served_without_its_dropout():
+    model = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    expected = generate_hf(model, [3, 1, 4, 1, 5], 6).tokens
+    engine = chunkc.compile(model.train(), mode="eager", num_pages=8)
+    assert model.training and model.transformer.drop.training
+    (completion,) = engine.generate([3, 1, 4, 1, 5], chunkc.SamplingParams(max_new_tokens=6))
+    assert completion.token_ids == expected
+
+
+def test_dtype_serves_a_conversion_and_leaves_the_model_alone():
+    model = build("llama")
+    before = copy.deepcopy(model.state_dict())
+    engine = chunkc.compile(model, mode="eager", num_pages=8, dtype="bfloat16")
+    assert {layer.dtype for layer in engine._report.layers} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    (completion,) = engine.generate([5, 6, 7], chunkc.SamplingParams(max_new_tokens=4))
+    assert len(completion.token_ids) == 4
+
+
+@pytest.mark.parametrize("route", ["interface", "as_it_stands"])
+def test_the_captured_graph_computes_the_models_logits_at_any_length(route):
+    model = build("mistral")
+    graph_module = capture(shadow(model), route).graph_module
+    for length in (1, 2, 17, 50):
+        ids = torch.arange(length)[None] % VOCAB
+        with torch.no_grad():
+            logits = graph_module(ids, torch.arange(length)[None])
+            expected = logits_of(model, ids, torch.arange(length)[None])
+        torch.testing.assert_close(logits[0] if isinstance(logits, tuple) else logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_capture_leaves_transformers_usable():
+    models = {name: build(name, attention) for name, attention in (("llama", "sdpa"), ("gemma2", "eager"))}
+    with torch.no_grad():
+        before = {name: model(PROMPT).logits for name, model in models.items()}
+    for model in models.values():
+        capture(shadow(model), "interface")
+    with torch.no_grad():
+        for name, model in models.items():
+            assert torch.equal(model(PROMPT).logits, before[name])
+            assert model.config._attn_implementation != INTERFACE
+    # what was there is there, and new models get it
+    assert "sdpa" in AttentionInterface() and "sdpa" in AttentionMaskInterface()
+    again = build("llama")
+    with torch.no_grad():
+        assert torch.equal(again(PROMPT).logits, before["llama"])
+    again.set_attn_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(again(PROMPT).logits, before["llama"], atol=1e-4, rtol=1e-4)
+
+
+def test_capture_again_gives_the_same_graph():
+    model = build("llama")
+    graphs = [str(capture(shadow(model), "interface").graph_module.graph) for _ in range(2)]
+    assert graphs[0] == graphs[1]
+
+
+def test_a_module_that_cannot_be_copied_is_told():
+    model = build("llama")
+    model.handle = (number for number in range(3))
+    with pytest.raises(UnsupportedModelError, match=r"cannot be copied.*generator"):
+        chunkc.compile(model, mode="eager")
+
+
+def test_hooks_of_the_callers_modules_are_not_lost():
+    model = build("llama")
+    seen = []
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(1))
+    chunkc.compile(model, mode="eager", num_pages=8, verify="off")
+    seen.clear()
+    with torch.no_grad():
+        model(PROMPT)
+    assert seen == [1]
+    handle.remove()
+
+
+def test_logits_come_from_whatever_a_model_returns():
+    class Bare(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids[..., None].float()
+
+    class Pair(nn.Module):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return (input_ids + position_ids)[..., None].float(), 3
+
+    assert torch.equal(logits_of(Bare(), PROMPT, POSITIONS), PROMPT[..., None].float())
+    assert torch.equal(logits_of(Pair(), PROMPT, POSITIONS), (PROMPT + POSITIONS)[..., None].float())
