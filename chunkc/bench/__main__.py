@@ -1,0 +1,46 @@
+"""``python -m chunkc.bench [COMMAND] [OPTIONS]``: without a command, the serving benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from chunkc.errors import ChunkcError
+
+# command -> the module that has its DESCRIPTION, add_arguments(parser) and run(args) -> exit code
+COMMANDS = {"serve": "chunkc.bench.serve"}
+DEFAULT_COMMAND = "serve"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"chunkc.bench: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark command. The exit code is 2 where the input is at fault; stderr says why."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else DEFAULT_COMMAND
+    command = importlib.import_module(COMMANDS[name])
+    parser = _Parser(
+        prog=f"python -m chunkc.bench {name}",
+        description=f"{name}: {command.DESCRIPTION}",
+        epilog=f"commands: {', '.join(COMMANDS)} (default: {DEFAULT_COMMAND})",
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    args = parser.parse_args(arguments)
+    try:
+        return command.run(args)
+    except ChunkcError as error:
+        print(f"chunkc.bench: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
