@@ -128,6 +128,9 @@ def build(name: str, attn_implementation: str = "sdpa", *, seed: int = 0, **conf
     """
     settings = {**_WITHOUT_SPECIAL_TOKENS, **CONFIGURATIONS[name], **config_overrides}
     config = AutoConfig.for_model(name, **settings)
+    if getattr(config, "attn_logit_softcapping", None):
+        # SDPA has no softcap; transformers 5.17 takes it for such models all the same, and leaves the softcap out
+        attn_implementation = "eager"
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
