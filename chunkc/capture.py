@@ -26,6 +26,7 @@ import chunkc.kernels.ops  # noqa: F401  (registers chunkc::attention)
 from chunkc import compat
 from chunkc.errors import UnsupportedModelError
 from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, fake_mode_of, placeholders, symbol_of, value
+from chunkc.passes.size_guards import failing_guards
 
 #: the name under which our attention function is registered with transformers; it must not contain "sdpa" or
 #: "flex_attention", or transformers runs its own support checks on it
@@ -94,18 +95,22 @@ def capture(model: nn.Module, route: str) -> Captured:
             hint="Control flow that depends on tensor values, or attention that needs its own mask type, "
             "cannot be captured yet.",
         ) from error
-    _check_unbounded(graph_module)
+    _check_every_size(graph_module)
     return Captured(graph_module, route)
 
 
-def _check_unbounded(graph_module: fx.GraphModule) -> None:
-    """Refuse a graph that is right only up to some number of tokens: a batch may hold more than any one request."""
+def _check_every_size(graph_module: fx.GraphModule) -> None:
+    """Refuse a graph that is right only for some numbers of tokens: a batch may hold any."""
     symbol = symbol_of(value(placeholders(graph_module.graph)["input_ids"]).shape[1])
-    bounds = fake_mode_of(graph_module.graph).shape_env.var_to_range[symbol]
-    if bounds.upper < sys.maxsize // 2:
+    environment = fake_mode_of(graph_module.graph).shape_env
+    upper = environment.var_to_range[symbol].upper
+    hint = "Chunked batches need a model that treats any number of tokens alike."
+    if upper < sys.maxsize // 2:
+        raise UnsupportedModelError(f"the model's code limits how many tokens one call may have to {upper}", hint=hint)
+    failing = failing_guards(environment)
+    if failing:
         raise UnsupportedModelError(
-            f"the model's code limits how many tokens one call may have to {bounds.upper}",
-            hint="Chunked batches need a model that takes any number of tokens.",
+            f"the model's code branches on how many tokens one call has ({'; '.join(failing)})", hint=hint
         )
 
 

@@ -1,6 +1,6 @@
 """The check at compile: the compiled graph, in mixed batches, against the untouched model.
 
-Three random prompts run through the runner in uneven chunks, mixed with each other's decodes, on scattered pages.
+Four random prompts run through the runner in uneven chunks, mixed with each other's decodes, on scattered pages.
 The logits of every token are compared with the model's own, prompt by prompt. A difference beyond rounding is an
 error that names the first module whose output differs, and no engine is made.
 """
@@ -50,7 +50,7 @@ def probe_lengths(layers: Sequence[AttentionLayer], max_positions: int) -> list[
     """Lengths of the probe's prompts, in tokens: the first reaches past windows and chunks where it can."""
     sizes = [size for layer in layers for size in (layer.shape.window, layer.shape.chunk) if size]
     reach = max([size for size in sizes if size + 16 <= _LONGEST_PROBE], default=0)
-    return [min(max_positions, n) for n in (max(61, reach + 16), 23, 9)]
+    return [min(max_positions, n) for n in (max(61, reach + 16), 24, 9, 1)]  # odd, even and one
 
 
 def verify(

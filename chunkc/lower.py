@@ -18,6 +18,7 @@ from torch import fx
 from chunkc import compat
 from chunkc.errors import PassError
 from chunkc.passes.fx_tools import attribute, fake_mode_of, output_node, placeholders, value
+from chunkc.passes.size_guards import failing_guards
 
 MODES = ("compiled", "eager")
 
@@ -94,27 +95,14 @@ def _compile(graph_module: fx.GraphModule, examples: list[Any]) -> Callable[...,
     result = output_node(graph_module.graph)
     result.meta["example_value"] = value(result)
     environment = fake_mode_of(graph_module.graph).shape_env
-    known = len(environment.guards)
     # arguments come from us alone and are checked before they get here
     with torch.no_grad(), warnings.catch_warnings(), config.patch(size_asserts=False, nan_asserts=False):
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
         artifact = standalone_compile(graph_module, examples, dynamic_shapes="from_graph")
-    assumed = [str(guard.expr) for guard in environment.guards[known:] if not _only_excludes_one(guard.expr)]
+    assumed = failing_guards(environment)
     if assumed:
         raise PassError(f"compiling the graph specialised its sizes: {'; '.join(assumed)}")
     return artifact
-
-
-def _only_excludes_one(guard: Any) -> bool:
-    """Whether a guard holds for every size but 0 and 1.
-
-    Such guards come from computing strides: a dimension of size 1 may have any stride, and the general case is
-    taken, which is right for 1 too. The check at compile runs steps of one token.
-    """
-    if len(guard.free_symbols) != 1:
-        return False
-    (symbol,) = guard.free_symbols
-    return all(guard.subs(symbol, size) == True for size in (2, 3, 5, 8, 17, 64, 100, 4097, 10**6))  # noqa: E712
 
 
 def _lift_weights(graph_module: fx.GraphModule) -> tuple[torch.Tensor, ...]:

@@ -102,7 +102,10 @@ def keep_out(state: Tokens, dims: Any, ndim: int, what: str) -> None:
         raise MixesTokens(f"it {what} along the dimension that holds the tokens")
 
 
-@token_rule(aten.where, aten.__and__, aten.__or__, aten.polar, aten.complex)
+@token_rule(
+    *(aten.where, aten.__and__, aten.__or__, aten.polar, aten.complex),
+    *(aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute),  # other names of tagged ones
+)
 def _elementwise(node: fx.Node, at: Analysis) -> State:
     """Elementwise operators that torch does not tag as such."""
     return elementwise(node, at)
@@ -444,6 +447,10 @@ def _embedding(node: fx.Node, at: Analysis) -> State:
 
 @token_rule(aten.gather)
 def _gather(node: fx.Node, at: Analysis) -> State:
+    index = at.state(node.args[2])
+    along_tokens = isinstance(index, Tokens) and node.args[1] % rank(node) == index.axis
+    if along_tokens and isinstance(at.state(node.args[0]), Uniform):
+        return index.moved(index.axis)  # a look-up: each token's numbers pick rows of a table
     result = broadcast([at.state(node.args[0]), at.state(node.args[2])], [rank(node)] * 2, rank(node))
     if isinstance(result, Tokens):
         keep_out(result, node.args[1], rank(node), "gathers")

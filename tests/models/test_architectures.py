@@ -13,6 +13,7 @@ from tiny import Reference, build, generate_hf, greedy_references
 from transformers import PreTrainedModel
 
 import chunkc
+from chunkc.errors import UnsupportedModelError
 from chunkc.runtime.engine import Engine
 
 #: served op by op in the default run
@@ -64,7 +65,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     references = greedy_references(model, (1, 2, 5, 19, 33, 60), 10)
     long_outputs = greedy_references(model, (3, 7, 1, 12, 5), 28)
     before = looks(model)
-    engine = chunkc.compile(model, mode=mode, num_pages=8)
+    try:
+        engine = chunkc.compile(model, mode=mode, num_pages=8)
+    except UnsupportedModelError as error:
+        if name == "codegen" and error.module == "transformer.h.0.attn":
+            pytest.skip("older transformers scale CodeGen's scores after the mask, which is refused")
+        raise
     return Case(model, before, engine, references, long_outputs)
 
 

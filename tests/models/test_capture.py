@@ -158,3 +158,45 @@ def test_logits_come_from_whatever_a_model_returns():
 
     assert torch.equal(logits_of(Bare(), PROMPT, POSITIONS), PROMPT[..., None].float())
     assert torch.equal(logits_of(Pair(), PROMPT, POSITIONS), (PROMPT + POSITIONS)[..., None].float())
+
+
+class BranchesOnLength(nn.Module):
+    """A model whose code asks how many tokens there are; ``asks(length)`` chooses between two factors."""
+
+    def __init__(self, asks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.asks = asks
+        self.embed, self.qkv, self.head = nn.Embedding(40, 16), nn.Linear(16, 48), nn.Linear(16, 40)
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        x = x * 3 if self.asks(x.shape[1]) else x * -2
+        q, k, v = (part.view(1, -1, 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + attended.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [lambda n: n % 2 == 1, lambda n: n != 77, lambda n: n != 7919, lambda n: n > 12, lambda n: n < 50_000],
+    ids=["odd", "not 77", "a far number", "more than 12", "fewer than 50,000"],
+)
+def test_code_that_branches_on_the_number_of_tokens_is_refused(asks):
+    with pytest.raises(UnsupportedModelError, match=r"branches on how many tokens|limits how many tokens"):
+        chunkc.compile(BranchesOnLength(asks).eval(), mode="eager", num_pages=8, verify="off")
+
+
+def test_a_branch_for_one_token_alone_is_found_by_the_check():
+    """Export's guards cannot tell it from what strides ask; the check runs a prompt of one token."""
+    with pytest.raises(UnsupportedModelError, match="logits differ"):
+        chunkc.compile(BranchesOnLength(lambda n: n > 1).eval(), mode="eager", num_pages=8)
+
+
+def test_the_number_of_tokens_as_a_factor_is_refused():
+    class Scaled(BranchesOnLength):
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, position_ids) / input_ids.shape[1]
+
+    with pytest.raises(UnsupportedModelError, match="number of tokens"):
+        chunkc.compile(Scaled(lambda n: True).eval(), mode="eager", num_pages=8, verify="off")

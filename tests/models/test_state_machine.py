@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import pytest
 from engine_machine import EngineMachine, Tracked
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -74,7 +75,18 @@ class TinyModelMachine(EngineMachine):
         self.runner.run = fail
 
 
+class LongerMachine(TinyModelMachine):
+    """The same, for more examples."""
+
+
+def limited(examples: int) -> settings:
+    return settings(
+        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
 TestTinyModel = TinyModelMachine.TestCase
-TestTinyModel.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestTinyModel.settings = limited(20)
+
+TestTinyModelLonger = pytest.mark.slow(LongerMachine.TestCase)
+TestTinyModelLonger.settings = limited(300)

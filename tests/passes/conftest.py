@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """The models are tiny: threads only wait for each other."""
     before = torch.get_num_threads()

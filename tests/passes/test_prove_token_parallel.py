@@ -62,6 +62,7 @@ ACCEPTED = {
     "sorted_features": lambda at: at.x.sort(-1, descending=True).values,
     "second_smallest_feature": lambda at: at.x * at.x.kthvalue(2, dim=-1, keepdim=True).values,
     "top_features": lambda at: torch.zeros_like(at.x).scatter(2, at.x.topk(2, -1).indices, 1.0) * at.x,
+    "looked_up": lambda at: at.x * at.table[None].gather(1, at.ids[..., None].expand(-1, -1, WIDTH)),
     "best_feature": lambda at: at.x * at.x.gather(2, at.x.argmax(-1, keepdim=True)),
     "own_row": lambda at: at.x * (at.x[0][torch.arange(_size(at)), at.ids[0] % WIDTH])[None, :, None],
     "two_rows_a_token": lambda at: at.x.view(1, -1, 6).softmax(-1).view(1, -1, WIDTH),
