@@ -1,7 +1,8 @@
-"""Rewritten graph -> callable: Inductor, or plain PyTorch for debugging.
+"""Rewritten graph -> callable: its parts, each compiled by Inductor once, or run op by op for debugging.
 
-Weights become arguments of the compiled graph, so the artifact holds no copy of them and every dynamic size is an
-argument's. There is one artifact for every number of tokens; it has no guards and cannot recompile.
+Weights are arguments of the compiled parts, so an artifact holds no copy of them, layers that are alike share one,
+and every dynamic size is an argument's. There is one artifact a kind of part for every number of tokens; it has no
+guards and cannot recompile.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import fx
 
 from chunkc import compat
 from chunkc.errors import PassError
+from chunkc.parts import WEIGHT, Part, cut, name_of
 from chunkc.passes.fx_tools import attribute, fake_mode_of, output_node, placeholders, value
 from chunkc.passes.size_guards import failing_guards
+from chunkc.structure import describe
 
 MODES = ("compiled", "eager")
 
@@ -32,69 +35,153 @@ class CompileCounter:
 
 compile_counter = CompileCounter()
 
+#: takes a part's inputs in order, returns its outputs
+PartFunction = Callable[..., Sequence[torch.Tensor]]
+
 
 @dataclass(frozen=True)
+class _Step:
+    """One part, ready to run on numbered places: where its inputs are, where outputs go, what is not needed after."""
+
+    function: PartFunction
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dead: tuple[int, ...]
+
+
 class LoweredGraph:
-    """A callable for the whole model.
+    """A callable for the whole model, or for any contiguous range of its parts.
 
     Attributes:
-        function: takes all arguments in order, returns logits [L, V] (alone or in a sequence of one).
-        input_names: names of the step's arguments, which come first.
-        weights: the remaining arguments, fixed.
+        input_names: names of a step's arguments.
+        num_parts: how many parts there are: what layers share and the embedding, layers, the last of them and head.
+        num_kinds: how many of them differ, that is, were compiled.
         resources: what must live as long as this does.
         seconds: time to lower.
     """
 
-    function: Callable[..., Sequence[torch.Tensor] | torch.Tensor]
-    input_names: tuple[str, ...]
-    weights: tuple[torch.Tensor, ...]
-    resources: tuple[Any, ...]
-    seconds: float
+    def __init__(
+        self,
+        input_names: Sequence[str],
+        parts: Sequence[tuple[PartFunction, Sequence[str], Sequence[str]]],
+        weights: Mapping[str, torch.Tensor],
+        result: str,
+        resources: Sequence[Any] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        self.input_names = tuple(input_names)
+        self.num_parts = len(parts)
+        self.num_kinds = len({id(function) for function, _, _ in parts})
+        self.resources = tuple(resources)
+        self.seconds = seconds
+        places = {name: i for i, name in enumerate(self.input_names)}
+        self._at_start: list[torch.Tensor | None] = [None] * len(places)
+        for name, tensor in weights.items():
+            places[name] = len(places)
+            self._at_start.append(tensor)
+        for _, _, outputs in parts:
+            for name in outputs:
+                places[name] = len(places)
+                self._at_start.append(None)
+        last_use = {name: i for i, (_, inputs, outputs) in enumerate(parts) for name in (*inputs, *outputs)}
+        last_use[result] = len(parts)
+        self._steps = tuple(
+            _Step(
+                function,
+                tuple(places[name] for name in inputs),
+                tuple(places[name] for name in outputs),
+                tuple(places[n] for n in (*inputs, *outputs) if last_use[n] == i and n not in weights),
+            )
+            for i, (function, inputs, outputs) in enumerate(parts)
+        )
+        self._result = places[result]
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run one step. ``inputs``: every tensor of ``input_names``; pages are written in place."""
-        result = self.function(*[inputs[name] for name in self.input_names], *self.weights)
-        return result if isinstance(result, torch.Tensor) else result[0]
+        state = self.start(inputs)
+        self.advance(state, 0, self.num_parts)
+        return self.logits(state)
+
+    def start(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """The state of a step in which no part has run yet."""
+        state = self._at_start.copy()
+        for place, name in enumerate(self.input_names):
+            state[place] = inputs[name]
+        return state
+
+    def advance(self, state: list[torch.Tensor | None], begin: int, end: int) -> None:
+        """Run parts ``begin`` to ``end - 1`` of a step; those before must have run."""
+        for step in self._steps[begin:end]:
+            outputs = step.function(*[state[place] for place in step.inputs])
+            for place, output in zip(step.outputs, outputs, strict=True):
+                state[place] = output
+            for place in step.dead:
+                state[place] = None
+
+    def logits(self, state: list[torch.Tensor | None]) -> torch.Tensor:
+        """The result [L, V] of a step of which all parts have run."""
+        logits = state[self._result]
+        assert logits is not None
+        return logits
 
 
 def lower(graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()) -> LoweredGraph:
     """Compile the graph.
 
     Args:
-        graph_module: after all passes; every node has a fake value. It is changed: weights become inputs.
+        graph_module: after all passes; every node has a fake value. Its weights are taken out of it.
         mode: "compiled" (Inductor) or "eager" (op by op, for debugging).
         resources: what the passes want kept (``PassContext.resources``).
 
     Raises:
         ValueError: unknown mode.
+        PassError: compilation assumed something of the sizes that the graph does not say.
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}; there are: {', '.join(MODES)}")
     start = time.perf_counter()
-    names = tuple(placeholders(graph_module.graph))
-    weights = _lift_weights(graph_module)
-    function: Callable[..., Sequence[torch.Tensor] | torch.Tensor] = graph_module
+    parts = cut(graph_module)
+    names = [name for part in parts for name in part.inputs if name.startswith(WEIGHT)]
+    weights = {name: attribute(graph_module, name.removeprefix(WEIGHT)).detach() for name in names}
+    functions: list[PartFunction] = [part.graph_module for part in parts]
     if mode == "compiled":
-        examples = [value(node) for node in placeholders(graph_module.graph).values()]
-        with compat.one_graph_for_every_size():
-            function = _compile(graph_module, examples)
-        compile_counter.graphs += 1
-    return LoweredGraph(function, names, weights, tuple(resources), time.perf_counter() - start)
+        functions = _compile_each_kind_once(parts)
+    lowered = LoweredGraph(
+        list(placeholders(graph_module.graph)),
+        [(function, part.inputs, part.outputs) for function, part in zip(functions, parts, strict=True)],
+        weights,
+        name_of(output_node(graph_module.graph)),
+        resources,
+    )
+    _forget_weights(graph_module)
+    lowered.seconds = time.perf_counter() - start
+    return lowered
 
 
-def _compile(graph_module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """Compile one graph with Inductor into one artifact; sizes stay as dynamic as the graph says they are.
+def _compile_each_kind_once(parts: Sequence[Part]) -> list[PartFunction]:
+    # all before the first compilation, which narrows what the shape environment says of sizes
+    texts = [describe(part.graph_module.graph) for part in parts]
+    compiled: dict[str, PartFunction] = {}
+    functions = []
+    for part, text in zip(parts, texts, strict=True):
+        if text not in compiled:
+            with compat.one_graph_for_every_size():
+                compiled[text] = _compile(part.graph_module)
+            compile_counter.graphs += 1
+        functions.append(compiled[text])
+    return functions
 
-    Raises:
-        PassError: compilation assumed something of the sizes that the graph does not say.
-    """
+
+def _compile(graph_module: fx.GraphModule) -> PartFunction:
+    """Compile one graph with Inductor into one artifact; sizes stay as dynamic as the graph says they are."""
     from torch._inductor import config, standalone_compile
 
     # Inductor looks for the shape environment in this entry only. Without it, it makes a new one in which two
     # sizes that happen to have the same hint become one, and the artifact is silently wrong.
-    result = output_node(graph_module.graph)
+    result = graph_module.graph.output_node().args[0][0]
     result.meta["example_value"] = value(result)
     environment = fake_mode_of(graph_module.graph).shape_env
+    examples = [value(node) for node in placeholders(graph_module.graph).values()]
     # arguments come from us alone and are checked before they get here
     with torch.no_grad(), warnings.catch_warnings(), config.patch(size_asserts=False, nan_asserts=False):
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
@@ -105,38 +192,8 @@ def _compile(graph_module: fx.GraphModule, examples: list[Any]) -> Callable[...,
     return artifact
 
 
-def _lift_weights(graph_module: fx.GraphModule) -> tuple[torch.Tensor, ...]:
-    """Turn every ``get_attr`` into a graph input behind the others, and return the tensors in that order."""
-    graph = graph_module.graph
-    mode = fake_mode_of(graph)
-    last = list(placeholders(graph).values())[-1]
-    lifted: dict[str, fx.Node] = {}
-    weights = []
-    for node in list(graph.nodes):
-        if node.op != "get_attr":
-            continue
-        if node.target not in lifted:
-            tensor = attribute(graph_module, node.target).detach()
-            with graph.inserting_after(last):
-                last = graph.placeholder("weight_" + node.target.replace(".", "_"))
-            last.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
-            lifted[node.target] = last
-            weights.append(tensor)
-        node.replace_all_uses_with(lifted[node.target])
-        graph.erase_node(node)
-    _placeholders_first(graph)
+def _forget_weights(graph_module: fx.GraphModule) -> None:
+    """Let go of the tensors, which the lowered graph holds now where it needs them."""
     for module in graph_module.modules():
         module._parameters.clear()
         module._buffers.clear()
-    graph_module.delete_all_unused_submodules()
-    graph.lint()
-    graph_module.recompile()
-    return tuple(weights)
-
-
-def _placeholders_first(graph: fx.Graph) -> None:
-    """Inputs were inserted one behind the other; anything between them moves behind the last."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    first_other = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in inputs:
-        first_other.prepend(node)

@@ -11,6 +11,7 @@ from chunkc.passes.page_attention import PageAttention
 from chunkc.passes.prove_token_parallel import ProveTokenParallel
 from chunkc.passes.ragged_tokens import RaggedTokens
 from chunkc.passes.recognize_attention import RecognizeAttention
+from chunkc.passes.split_layers import SplitLayers
 
 
 def core_passes() -> list[GraphPass]:
@@ -24,4 +25,5 @@ def core_passes() -> list[GraphPass]:
         PageAttention(),
         GatherLogits(),
         PackLinears(),
+        SplitLayers(),
     ]

@@ -76,7 +76,8 @@ class GatherLogits(GraphPass):
                 if isinstance(state, Size) or _made_of_sizes(source):
                     new = sizes.setdefault(source, _resize(graph, source, rows, sizes))
                 elif isinstance(state, Tokens):
-                    new = gathered.setdefault(source, _gather(graph, source, state, rows))
+                    new = gathered.get(source) or _gather(graph, source, state, rows, node)
+                    gathered[source] = new
                 elif isinstance(state, Uniform):
                     continue
                 else:
@@ -109,11 +110,11 @@ def _descendants(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _gather(graph: fx.Graph, source: fx.Node, state: Tokens, rows: fx.Node) -> fx.Node:
+def _gather(graph: fx.Graph, source: fx.Node, state: Tokens, rows: fx.Node, user: fx.Node) -> fx.Node:
+    """The wanted rows of ``source``, taken as late as can be so that the layer that made it stays like others."""
     if state.outer != 1 or state.inner != 1 or state.order is not None:
         raise refuse(source, "a value behind the last attention whose rows are not one a token")
-    behind = rows if source.op in ("placeholder", "get_attr") else source
-    with graph.inserting_after(behind):
+    with graph.inserting_before(user):
         return call(graph, aten.index_select.default, source, state.axis, rows, like=source)
 
 
