@@ -54,7 +54,7 @@ def probe_lengths(layers: Sequence[AttentionLayer], max_positions: int) -> list[
 
 
 def verify(
-    runner: ModelRunner, layers: Sequence[AttentionLayer], reference: nn.Module, graph_module: fx.GraphModule
+    runner: ModelRunner, layers: Sequence[AttentionLayer], reference: nn.Module, graph_module: fx.GraphModule | None
 ) -> Verification:
     """Compare the runner's logits with the reference model's.
 
@@ -62,7 +62,7 @@ def verify(
         runner: its pages are written to; must have room for the probe.
         layers: the graph's attention calls.
         reference: the untouched model, in evaluation mode and in the runner's dtype.
-        graph_module: the graph before compilation, to find the module where a difference starts.
+        graph_module: the graph before compilation, to find the module where a difference starts, if there is one.
 
     Raises:
         VerificationError: the logits differ by more than rounding.
@@ -82,7 +82,7 @@ def verify(
     within = (rows <= tolerance).double().mean()  # NaN is not within
     if within < _ROWS_WITHIN[dtype]:
         first = next(i for i, error in enumerate(errors) if not bool((error <= tolerance).all()))
-        where = _first_difference(graph_module, reference, prompts[first], tolerance)
+        where = graph_module and _first_difference(graph_module, reference, prompts[first], tolerance)
         raise VerificationError(
             f"the compiled graph's logits differ from the model's (row error {float(rows.max()):.2g} of the logits' "
             f"spread, {tolerance:.2g} allowed, {float(within):.0%} of rows within)",

@@ -1,11 +1,10 @@
 """``chunkc.compile``: a HuggingFace causal LM in, an engine out.
 
-model ──capture, passes (rewriting.py)──> graph ──lower.py──> callable ──check.py──> Engine
+model ──capture, passes, lowering, or the cache (preparation.py)──> callable ──check.py──> Engine
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 import warnings
@@ -14,20 +13,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from chunkc import check
+from chunkc import check, preparation
 from chunkc.capture import shadow
 from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, EngineConfig
-from chunkc.errors import UnsupportedModelError
+from chunkc.errors import UnsupportedModelError, VerificationError
 from chunkc.kernels import cpu_backend
-from chunkc.lower import MODES, LoweredGraph, lower
+from chunkc.lower import MODES
 from chunkc.models import load, resolve_dtype
 from chunkc.passes.base import GraphPass
-from chunkc.passes.fx_tools import output_node, value
 from chunkc.passes.pipeline import PassPipeline
+from chunkc.preparation import Preparation
+from chunkc.prepared import Prepared
 from chunkc.report import CompileReport
-from chunkc.rewriting import Rewritten, rewrite
 from chunkc.runtime.cache_size import choose_num_pages
 from chunkc.runtime.engine import Engine
 from chunkc.runtime.runner import GraphRunner, bytes_per_page
@@ -89,38 +88,22 @@ def compile(
         model, loaded_tokenizer = load(model, dtype=dtype)
         tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
     reference = _reference(model, resolve_dtype(dtype))
-    rewritten = rewrite(reference, passes=passes, dump=dump)
-    if not rewritten.context.facts >= {"paged", "logits_gathered"}:
-        raise UnsupportedModelError(
-            "the pipeline given does not page attention and gather logits, so its graph cannot be served",
-            hint="Use chunkc.rewrite to look at partly rewritten graphs.",
-        )
-    _say_what_is_limited(rewritten)
-    cpu_backend.load()
-    graph_module = rewritten.graph_module
-    before_lowering = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph)) if verify == "on" else None
-    vocab_size = int(value(output_node(graph_module.graph)).shape[-1])
-    lowered = lower(graph_module, mode, rewritten.context.resources)
-    runner, cache = _make_runner(lowered, rewritten, config, vocab_size)
-
-    verification, verify_seconds = None, 0.0
-    if before_lowering is not None:
-        start = time.perf_counter()
-        verification = _verify(lowered, rewritten, runner, reference, before_lowering)
-        verify_seconds = time.perf_counter() - start
-    report = CompileReport(
-        route=rewritten.route,
-        refused=rewritten.refused,
-        capture_seconds=rewritten.capture_seconds,
-        records=rewritten.records,
-        layers=tuple(rewritten.context.attention_layers),
-        mode=mode,
-        body=cpu_backend.active_body(),
-        lower_seconds=lowered.seconds,
-        verification=verification,
-        verify_seconds=verify_seconds,
-        cache=cache,
-    )
+    key = None if passes or dump is not None or mode != "compiled" else preparation.key_for(reference)
+    work = preparation.from_cache(key, reference)
+    if work is not None:
+        try:
+            runner, report = _check_and_report(work, reference, config, verify, mode)
+        except VerificationError as error:
+            said = f"what the cache holds of this model fails the check ({error.reason}); it is made again"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            preparation.forget(key)
+            work = None
+    if work is None:
+        work = preparation.from_scratch(reference, passes=passes, dump=dump, mode=mode)
+        runner, report = _check_and_report(work, reference, config, verify, mode)
+        if verify == "on":
+            preparation.keep(key, work)
+    _say_what_is_limited(work.prepared)
     return Engine(
         runner,
         config=config,
@@ -128,6 +111,35 @@ def compile(
         generation_config=getattr(model, "generation_config", None),
         report=report,
     )
+
+
+def _check_and_report(
+    work: Preparation, reference: nn.Module, config: EngineConfig, verify: str, mode: str
+) -> tuple[GraphRunner, CompileReport]:
+    """The runner with its cache, after the check.
+
+    Raises:
+        VerificationError: the logits are not the model's.
+        CapacityError: the cache does not fit.
+    """
+    cpu_backend.load()
+    runner, cache = _make_runner(work, config)
+    verification, verify_seconds = None, 0.0
+    if verify == "on":
+        start = time.perf_counter()
+        verification = _verify(work, runner, reference)
+        verify_seconds = time.perf_counter() - start
+    report = CompileReport(
+        prepared=work.prepared,
+        source=work.source,
+        prepare_seconds=work.seconds,
+        mode=mode,
+        body=cpu_backend.active_body(),
+        verification=verification,
+        verify_seconds=verify_seconds,
+        cache=cache,
+    )
+    return runner, report
 
 
 def _reference(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -161,60 +173,47 @@ def _reference(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return served
 
 
-def _make_runner(
-    lowered: LoweredGraph, rewritten: Rewritten, config: EngineConfig, vocab_size: int
-) -> tuple[GraphRunner, str]:
+def _make_runner(work: Preparation, config: EngineConfig) -> tuple[GraphRunner, str]:
     """The runner with its cache, and a line that says how large that is."""
-    context = rewritten.context
-    longest = min(context.max_positions or sys.maxsize, context.proven_length or sys.maxsize)
-    page_bytes = bytes_per_page(context.attention_layers, config.page_size)
+    prepared = work.prepared
+    page_bytes = bytes_per_page(prepared.layers, config.page_size)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
         cache_memory=config.cache_memory,
         bytes_per_page=page_bytes,
         page_size=config.page_size,
         max_requests=config.max_requests,
-        max_positions=longest,
-    )
-    runner = GraphRunner(
-        lowered,
-        context.attention_layers,
-        vocab_size=vocab_size,
-        max_positions=longest,
-        page_size=config.page_size,
-        num_pages=num_pages,
+        max_positions=prepared.longest,
     )
     tokens = num_pages * config.page_size
     mebibytes = num_pages * page_bytes / 2**20
-    return runner, f"cache: {num_pages} pages of {config.page_size} tokens ({tokens} tokens, {mebibytes:.0f} MiB)"
+    said = f"cache: {num_pages} pages of {config.page_size} tokens ({tokens} tokens, {mebibytes:.0f} MiB)"
+    return _runner(work, config.page_size, num_pages), said
 
 
-def _verify(
-    lowered: LoweredGraph,
-    rewritten: Rewritten,
-    runner: GraphRunner,
-    reference: nn.Module,
-    before_lowering: fx.GraphModule,
-) -> check.Verification:
-    """The check runs on pages of its own, so that its room does not depend on the size of the cache."""
-    layers = rewritten.context.attention_layers
-    lengths = check.probe_lengths(layers, runner.max_positions)
-    probe = GraphRunner(
-        lowered,
-        layers,
-        vocab_size=runner.vocab_size,
-        max_positions=runner.max_positions,
-        page_size=runner.page_size,
-        num_pages=check.probe_pages(lengths, runner.page_size),
+def _runner(work: Preparation, page_size: int, num_pages: int) -> GraphRunner:
+    return GraphRunner(
+        work.graph,
+        work.prepared.layers,
+        vocab_size=work.prepared.vocab_size,
+        max_positions=work.prepared.longest,
+        page_size=page_size,
+        num_pages=num_pages,
     )
-    return check.verify(probe, layers, reference, before_lowering)
 
 
-def _say_what_is_limited(rewritten: Rewritten) -> None:
-    context = rewritten.context
-    if context.proven_length is not None and context.proven_length < (context.max_positions or sys.maxsize):
+def _verify(work: Preparation, runner: GraphRunner, reference: nn.Module) -> check.Verification:
+    """The check runs on pages of its own, so that its room does not depend on the size of the cache."""
+    layers = work.prepared.layers
+    lengths = check.probe_lengths(layers, runner.max_positions)
+    probe = _runner(work, runner.page_size, check.probe_pages(lengths, runner.page_size))
+    return check.verify(probe, layers, reference, work.before_lowering)
+
+
+def _say_what_is_limited(prepared: Prepared) -> None:
+    if prepared.proven_length is not None and prepared.proven_length < (prepared.max_positions or sys.maxsize):
         warnings.warn(
-            f"the meaning of this model's attention mask is proven up to {context.proven_length} tokens only; longer "
+            f"the meaning of this model's attention mask is proven up to {prepared.proven_length} tokens only; longer "
             "requests are refused",
             stacklevel=3,
         )

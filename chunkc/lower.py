@@ -7,23 +7,22 @@ guards and cannot recompile.
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from chunkc import compat
-from chunkc.errors import PassError
-from chunkc.parts import WEIGHT, Part, cut, name_of
-from chunkc.passes.fx_tools import attribute, fake_mode_of, output_node, placeholders, value
-from chunkc.passes.size_guards import failing_guards
+from chunkc import artifacts, compat, inductor
+from chunkc.inductor import GraphFunction
+from chunkc.parts import Part, cut, name_of
+from chunkc.passes.fx_tools import attribute, output_node, placeholders
+from chunkc.program import LoweredGraph, PartCall, Program
 from chunkc.structure import describe
 
 MODES = ("compiled", "eager")
+_LIBRARY = "graph.so"
 
 
 @dataclass
@@ -35,97 +34,10 @@ class CompileCounter:
 
 compile_counter = CompileCounter()
 
-#: takes a part's inputs in order, returns its outputs
-PartFunction = Callable[..., Sequence[torch.Tensor]]
 
-
-@dataclass(frozen=True)
-class _Step:
-    """One part, ready to run on numbered places: where its inputs are, where outputs go, what is not needed after."""
-
-    function: PartFunction
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    dead: tuple[int, ...]
-
-
-class LoweredGraph:
-    """A callable for the whole model, or for any contiguous range of its parts.
-
-    Attributes:
-        input_names: names of a step's arguments.
-        num_parts: how many parts there are: what layers share and the embedding, layers, the last of them and head.
-        num_kinds: how many of them differ, that is, were compiled.
-        resources: what must live as long as this does.
-        seconds: time to lower.
-    """
-
-    def __init__(
-        self,
-        input_names: Sequence[str],
-        parts: Sequence[tuple[PartFunction, Sequence[str], Sequence[str]]],
-        weights: Mapping[str, torch.Tensor],
-        result: str,
-        resources: Sequence[Any] = (),
-        seconds: float = 0.0,
-    ) -> None:
-        self.input_names = tuple(input_names)
-        self.num_parts = len(parts)
-        self.num_kinds = len({id(function) for function, _, _ in parts})
-        self.resources = tuple(resources)
-        self.seconds = seconds
-        places = {name: i for i, name in enumerate(self.input_names)}
-        self._at_start: list[torch.Tensor | None] = [None] * len(places)
-        for name, tensor in weights.items():
-            places[name] = len(places)
-            self._at_start.append(tensor)
-        for _, _, outputs in parts:
-            for name in outputs:
-                places[name] = len(places)
-                self._at_start.append(None)
-        last_use = {name: i for i, (_, inputs, outputs) in enumerate(parts) for name in (*inputs, *outputs)}
-        last_use[result] = len(parts)
-        self._steps = tuple(
-            _Step(
-                function,
-                tuple(places[name] for name in inputs),
-                tuple(places[name] for name in outputs),
-                tuple(places[n] for n in (*inputs, *outputs) if last_use[n] == i and n not in weights),
-            )
-            for i, (function, inputs, outputs) in enumerate(parts)
-        )
-        self._result = places[result]
-
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run one step. ``inputs``: every tensor of ``input_names``; pages are written in place."""
-        state = self.start(inputs)
-        self.advance(state, 0, self.num_parts)
-        return self.logits(state)
-
-    def start(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """The state of a step in which no part has run yet."""
-        state = self._at_start.copy()
-        for place, name in enumerate(self.input_names):
-            state[place] = inputs[name]
-        return state
-
-    def advance(self, state: list[torch.Tensor | None], begin: int, end: int) -> None:
-        """Run parts ``begin`` to ``end - 1`` of a step; those before must have run."""
-        for step in self._steps[begin:end]:
-            outputs = step.function(*[state[place] for place in step.inputs])
-            for place, output in zip(step.outputs, outputs, strict=True):
-                state[place] = output
-            for place in step.dead:
-                state[place] = None
-
-    def logits(self, state: list[torch.Tensor | None]) -> torch.Tensor:
-        """The result [L, V] of a step of which all parts have run."""
-        logits = state[self._result]
-        assert logits is not None
-        return logits
-
-
-def lower(graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()) -> LoweredGraph:
+def lower(
+    graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()
+) -> tuple[LoweredGraph, tuple[str, ...]]:
     """Compile the graph.
 
     Args:
@@ -133,63 +45,62 @@ def lower(graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()
         mode: "compiled" (Inductor) or "eager" (op by op, for debugging).
         resources: what the passes want kept (``PassContext.resources``).
 
+    Returns:
+        the callable, and the cache keys of its functions, one a kind (none in mode "eager").
+
     Raises:
         ValueError: unknown mode.
         PassError: compilation assumed something of the sizes that the graph does not say.
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}; there are: {', '.join(MODES)}")
-    start = time.perf_counter()
     parts = cut(graph_module)
-    names = [name for part in parts for name in part.inputs if name.startswith(WEIGHT)]
-    weights = {name: attribute(graph_module, name.removeprefix(WEIGHT)).detach() for name in names}
-    functions: list[PartFunction] = [part.graph_module for part in parts]
+    kinds = _kinds(parts)
+    calls = tuple(PartCall(kind, part.inputs, part.outputs) for kind, part in zip(kinds, parts, strict=True))
+    program = Program(tuple(placeholders(graph_module.graph)), calls, name_of(output_node(graph_module.graph)))
+    first = [parts[kinds.index(kind)].graph_module for kind in range(program.num_kinds)]
+    keys: tuple[str, ...] = ()
+    functions: list[GraphFunction] = list(first)
     if mode == "compiled":
-        functions = _compile_each_kind_once(parts)
-    lowered = LoweredGraph(
-        list(placeholders(graph_module.graph)),
-        [(function, part.inputs, part.outputs) for function, part in zip(functions, parts, strict=True)],
-        weights,
-        name_of(output_node(graph_module.graph)),
-        resources,
-    )
+        # all keys before the first compilation, which narrows what the shape environment says of sizes
+        keys = tuple(artifacts.key_of(describe(part.graph), inductor.environment()) for part in first)
+        functions = _compile(first, keys)
+    weights = {name: attribute(graph_module, name).detach() for name in program.weights}
     _forget_weights(graph_module)
-    lowered.seconds = time.perf_counter() - start
-    return lowered
+    return LoweredGraph(program, functions, weights, resources), keys
 
 
-def _compile_each_kind_once(parts: Sequence[Part]) -> list[PartFunction]:
-    # all before the first compilation, which narrows what the shape environment says of sizes
-    texts = [describe(part.graph_module.graph) for part in parts]
-    compiled: dict[str, PartFunction] = {}
-    functions = []
-    for part, text in zip(parts, texts, strict=True):
-        if text not in compiled:
-            with compat.one_graph_for_every_size():
-                compiled[text] = _compile(part.graph_module)
-            compile_counter.graphs += 1
-        functions.append(compiled[text])
-    return functions
+def load(key: str) -> GraphFunction | None:
+    """The function compiled under a key, or None where the cache does not have it."""
+    entry = artifacts.find("graph", key)
+    if entry is None:
+        return None
+    try:
+        return inductor.load(entry.folder / _LIBRARY)
+    except ImportError as error:
+        warnings.warn(f"the cache entry {entry.folder} does not load ({error}); it is made again", stacklevel=2)
+        artifacts.remove(entry)
+        return None
 
 
-def _compile(graph_module: fx.GraphModule) -> PartFunction:
-    """Compile one graph with Inductor into one artifact; sizes stay as dynamic as the graph says they are."""
-    from torch._inductor import config, standalone_compile
+def _kinds(parts: Sequence[Part]) -> list[int]:
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(describe(part.graph_module.graph), len(numbers)) for part in parts]
 
-    # Inductor looks for the shape environment in this entry only. Without it, it makes a new one in which two
-    # sizes that happen to have the same hint become one, and the artifact is silently wrong.
-    result = graph_module.graph.output_node().args[0][0]
-    result.meta["example_value"] = value(result)
-    environment = fake_mode_of(graph_module.graph).shape_env
-    examples = [value(node) for node in placeholders(graph_module.graph).values()]
-    # arguments come from us alone and are checked before they get here
-    with torch.no_grad(), warnings.catch_warnings(), config.patch(size_asserts=False, nan_asserts=False):
-        warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
-        artifact = standalone_compile(graph_module, examples, dynamic_shapes="from_graph")
-    assumed = failing_guards(environment)
-    if assumed:
-        raise PassError(f"compiling the graph specialised its sizes: {'; '.join(assumed)}")
-    return artifact
+
+def _compile(graph_modules: Sequence[fx.GraphModule], keys: Sequence[str]) -> list[GraphFunction]:
+    """The function of every graph, from the cache where it was compiled before."""
+    functions = [load(key) for key in keys]
+    missing = [number for number, function in enumerate(functions) if function is None]
+    if missing:
+        with compat.one_graph_for_every_size():
+            libraries = inductor.compile_to_libraries([graph_modules[number] for number in missing])
+        compile_counter.graphs += len(missing)
+        for number, library in zip(missing, libraries, strict=True):
+            facts = {"nodes": len(graph_modules[number].graph.nodes)}
+            entry = artifacts.store("graph", keys[number], {_LIBRARY: library}, facts)
+            functions[number] = inductor.load(library if entry is None else entry.folder / _LIBRARY)
+    return [function for function in functions if function is not None]
 
 
 def _forget_weights(graph_module: fx.GraphModule) -> None:

@@ -7,6 +7,7 @@ ask for them. So two layers that do the same become the same graph, as ``chunkc.
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -97,9 +98,27 @@ def _extract(nodes: list[fx.Node], outputs: list[fx.Node], inputs: list[fx.Node]
             copy = graph.node_copy(node, lambda source: copies[name_of(source)])
         copy.meta = {key: node.meta[key] for key in ("val", "nn_module_stack", "stack_trace") if key in node.meta}
         copies[name_of(node)] = copy
-    result = tuple(copies[name_of(node)] for node in outputs)
-    graph.output(result).meta["val"] = tuple(value(node) for node in outputs)
+    result = tuple(_detached(graph, copies[name_of(node)]) for node in outputs)
+    graph.output(result).meta["val"] = tuple(map(value, result))
     return Part(fx.GraphModule({}, graph), names, tuple(map(name_of, outputs)))
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A value that is no view of an input, which compiled graphs do not return: where it is one, a copy of it."""
+    root = node
+    while root.op == "call_function" and (root.target is operator.getitem or _is_view(root)):
+        root = root.all_input_nodes[0]
+    if root.op != "placeholder":
+        return node
+    copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    with value(node).fake_mode:
+        copy.meta["val"] = torch.empty(value(node).shape, dtype=value(node).dtype)
+    return copy
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def _with_sizes(nodes: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from chunkc.check import Verification
 from chunkc.passes.page_attention import AttentionLayer
-from chunkc.passes.pipeline import PassRecord
+from chunkc.prepared import Prepared
 
 
 @dataclass(frozen=True)
@@ -16,39 +16,46 @@ class CompileReport:
     """How a model became an engine. ``str()`` gives the text that ``engine.explain()`` returns.
 
     Attributes:
-        route, refused, capture_seconds, records, layers: see ``Rewritten`` and ``PassContext``.
+        prepared: what capture, passes and lowering found.
+        source: where that comes from, "the model" or "the cache".
+        prepare_seconds: time to get it.
         mode: "compiled" or "eager".
         body: which body of the attention op runs, "cpp" or "reference".
-        lower_seconds: time to compile.
         verification: what the check found, or None where it was switched off.
         verify_seconds: time it took.
         cache: the key/value cache's size, in words.
     """
 
-    route: str
-    refused: tuple[str, ...]
-    capture_seconds: float
-    records: tuple[PassRecord, ...]
-    layers: tuple[AttentionLayer, ...]
+    prepared: Prepared
+    source: str
+    prepare_seconds: float
     mode: str
     body: str
-    lower_seconds: float
     verification: Verification | None
     verify_seconds: float
     cache: str
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """The model's attention calls, in graph order."""
+        return self.prepared.layers
 
     def __str__(self) -> str:
         return "\n".join([*self._head(), "", self._passes(), "", *self._notes()]).rstrip()
 
     def _head(self) -> list[str]:
-        route = "through the attention interface" if self.route == "interface" else "as it stands"
-        lines = [f"captured {route} in {self.capture_seconds:.1f} s"]
-        lines += [f"  not captured by {refused}" for refused in self.refused]
+        prepared = self.prepared
+        route = "through the attention interface" if prepared.route == "interface" else "as it stands"
+        lines = [f"prepared from {self.source} in {self.prepare_seconds:.1f} s"]
+        lines.append(f"captured {route} in {prepared.capture_seconds:.1f} s{self._earlier()}")
+        lines += [f"  not captured by {refused}" for refused in prepared.refused]
         shapes = {layer.shape for layer in self.layers}
         lines.append(f"{len(self.layers)} attention calls of {len(shapes)} kind{'s' if len(shapes) != 1 else ''}:")
         lines += [f"  {shape}" for shape in sorted(shapes, key=str)]
+        program = prepared.program
         lines.append(
-            f"lowered, mode {self.mode!r}, in {self.lower_seconds:.1f} s; attention runs in the {self.body} body"
+            f"{len(program.parts)} parts of {program.num_kinds} kinds, mode {self.mode!r}; attention runs in the "
+            f"{self.body} body"
         )
         if self.verification is None:
             lines.append("not checked against the model (verify='off')")
@@ -61,6 +68,9 @@ class CompileReport:
         lines.append(self.cache)
         return lines
 
+    def _earlier(self) -> str:
+        return "" if self.source == "the model" else ", at an earlier start, as were the passes below"
+
     def _passes(self) -> str:
         rows = [
             (
@@ -71,13 +81,13 @@ class CompileReport:
                 f"{record.seconds * 1e3:.0f}",
                 f"{record.check_seconds * 1e3:.0f}",
             )
-            for record in self.records
+            for record in self.prepared.records
         ]
         return tabulate(rows, ["pass", "matches", "nodes before", "nodes after", "ms", "ms to check"])
 
     def _notes(self) -> list[str]:
         lines = []
-        for record in self.records:
+        for record in self.prepared.records:
             lines += [f"{record.name}: {note}" for note in record.report.notes]
             lines += [f"{record.name}: left {skipped.what} alone: {skipped.why}" for skipped in record.report.skipped]
         return lines

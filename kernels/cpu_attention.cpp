@@ -41,10 +41,20 @@ void append_and_clear(
   });
 }
 
+// How many threads the tasks are worth: waking one takes about as long as the work on a hundred thousand elements.
+int64_t threads_for(const Task* tasks, int64_t num_tasks, const Call& call) {
+  constexpr int64_t kElements = 100'000;
+  int64_t elements = 0;
+  for (int64_t i = 0; i < num_tasks; ++i) {
+    const int64_t row_cost = 8 + tasks[i].row_end - tasks[i].row_begin;  // up to 8 rows, loading counts
+    elements += (int64_t(tasks[i].kv_end) - tasks[i].kv_begin) * (call.qk_dim + call.v_dim) * row_cost / 8;
+  }
+  return std::min({int64_t(at::get_num_threads()), num_tasks, 1 + std::max<int64_t>(elements, 0) / kElements});
+}
+
 template <typename T>
-void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks) {
+void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_t threads) {
   std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     thread_local Workspace workspace;
     for (int64_t i = next++; i < num_tasks; i = next++)
@@ -123,9 +133,10 @@ at::Tensor mixed_attention(
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     append_and_clear<T>(keys, values, k_pages, v_pages, slot_mapping, out);
+    const Task* table = reinterpret_cast<const Task*>(tasks.data_ptr<int32_t>());
     run_tasks<T>(
-        Body<T>(call, queries, k_pages, v_pages, out),
-        reinterpret_cast<const Task*>(tasks.data_ptr<int32_t>()), tasks.size(0));
+        Body<T>(call, queries, k_pages, v_pages, out), table, tasks.size(0),
+        threads_for(table, tasks.size(0), call));
   };
   switch (q.scalar_type()) {
     case at::kFloat: run(float()); break;

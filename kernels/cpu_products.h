@@ -1,4 +1,4 @@
-// Small products of float matrices, on register tiles.
+// Small products of matrices with float results, on register tiles.
 #pragma once
 
 #include "cpu_simd.h"
@@ -7,36 +7,75 @@ namespace chunkc {
 
 constexpr int kTileRows = 6;  // rows of a register tile
 
-inline int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
+// Two neighbouring bfloat16 of the dimension that is summed over: an element of a matrix of half that depth.
+struct __attribute__((packed, aligned(2))) Pair {
+  int32_t bits;
+};
+
+#if defined(CHUNKC_AVX512) && defined(__AVX512BF16__)
+constexpr bool kMultipliesPairs = true;
+#else
+constexpr bool kMultipliesPairs = false;
+#endif
+
+// kLanes elements of a row of B.
+inline Vec load_elements(const float* p) {
+  return load(p);
+}
+
+inline VecInt load_elements(const Pair* p) {
+  VecInt x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+inline Vec add_multiple(Vec sum, float a, Vec b) {
+  return sum + a * b;
+}
+
+inline Vec add_multiple(Vec sum, Pair a, VecInt b) {
+#if defined(CHUNKC_AVX512) && defined(__AVX512BF16__)
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, as<__m512bh>(_mm512_set1_epi32(a.bits)), as<__m512bh>(b));
+#else
+  const VecInt upper = VecInt{} + static_cast<int32_t>(0xffff0000);
+  sum += as<float>(a.bits << 16) * as<Vec>(b << 16);
+  return sum + as<float>(a.bits & upper[0]) * as<Vec>(b & upper);
+#endif
 }
 
 // C[m][0:NV] = scale[m] * C[m][0:NV] + sum_k A(m, k) * B[k][0:NV], in vectors; without `scale` C is overwritten.
-// A(m, k) = a[m][k * a_step]. The rows of B are reached through pointers, so B may lie in pages.
-template <int M, int NV>
+// A(m, k) = a[m][k * a_step]. The rows of A or B are reached through pointers, so they may lie in pages.
+template <int M, int NV, typename E>
 inline void multiply_tile(
-    const float* const* a, int64_t a_step, const float* const* b, int64_t column, int64_t depth,
+    const E* const* a, int64_t a_step, const E* const* b, int64_t column, int64_t depth,
     float* c, int64_t c_stride, const float* scale) {
   Vec sum[M][NV];
+  CHUNKC_UNROLL
   for (int m = 0; m < M; ++m)
+    CHUNKC_UNROLL
     for (int n = 0; n < NV; ++n)
       sum[m][n] = scale ? load(c + m * c_stride + n * kLanes) * scale[m] : Vec{};
   for (int64_t k = 0; k < depth; ++k) {
-    Vec row[NV];
+    decltype(load_elements(b[0])) row[NV];
+    CHUNKC_UNROLL
     for (int n = 0; n < NV; ++n)
-      row[n] = load(b[k] + column + n * kLanes);
+      row[n] = load_elements(b[k] + column + n * kLanes);
+    CHUNKC_UNROLL
     for (int m = 0; m < M; ++m)
+      CHUNKC_UNROLL
       for (int n = 0; n < NV; ++n)
-        sum[m][n] += a[m][k * a_step] * row[n];
+        sum[m][n] = add_multiple(sum[m][n], a[m][k * a_step], row[n]);
   }
+  CHUNKC_UNROLL
   for (int m = 0; m < M; ++m)
+    CHUNKC_UNROLL
     for (int n = 0; n < NV; ++n)
       store(c + m * c_stride + n * kLanes, sum[m][n]);
 }
 
-template <int NV>
+template <int NV, typename E>
 void multiply_columns(
-    const float* const* a, int64_t a_step, const float* const* b, int64_t column, int64_t depth,
+    const E* const* a, int64_t a_step, const E* const* b, int64_t column, int64_t depth,
     float* c, int64_t c_stride, const float* scale, int64_t rows) {
   int64_t m = 0;
   auto step = [&](auto count) {
@@ -46,35 +85,20 @@ void multiply_columns(
           a + m, a_step, b, column, depth, c + m * c_stride + column, c_stride, scale ? scale + m : nullptr);
   };
   step(std::integral_constant<int, kTileRows>());
-  step(std::integral_constant<int, 3>());
+  step(std::integral_constant<int, kTileRows - 2>());
   step(std::integral_constant<int, 1>());
 }
 
-// C [rows][columns] = scale * C + A B; columns is a multiple of kLanes.
-inline void multiply(
-    const float* const* a, int64_t a_step, const float* const* b, int64_t depth,
-    float* c, int64_t c_stride, const float* scale, int64_t rows, int64_t columns) {
-  int64_t n = 0;
-  for (; n + kMaxVectors * kLanes <= columns; n += kMaxVectors * kLanes)
+// Columns begin to end, multiples of kLanes, of C = scale * C + A B.
+template <typename E>
+void multiply(
+    const E* const* a, int64_t a_step, const E* const* b, int64_t depth,
+    float* c, int64_t c_stride, const float* scale, int64_t rows, int64_t begin, int64_t end) {
+  int64_t n = begin;
+  for (; n + kMaxVectors * kLanes <= end; n += kMaxVectors * kLanes)
     multiply_columns<kMaxVectors>(a, a_step, b, n, depth, c, c_stride, scale, rows);
-  for (; n < columns; n += kLanes)
+  for (; n < end; n += kLanes)
     multiply_columns<1>(a, a_step, b, n, depth, c, c_stride, scale, rows);
-}
-
-// scores[j][r] = keys[j] . queries[r] for a few rows; `dim` is a multiple of kLanes.
-template <int ROWS>
-void dot_products(
-    const float* const* keys, int64_t num_keys, const float* queries, int64_t dim, float* scores, int64_t stride) {
-  for (int64_t j = 0; j < num_keys; ++j) {
-    Vec total[ROWS] = {};
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec key = load(keys[j] + d);
-      for (int r = 0; r < ROWS; ++r)
-        total[r] += key * load(queries + r * dim + d);
-    }
-    for (int r = 0; r < ROWS; ++r)
-      scores[j * stride + r] = sum(total[r]);
-  }
 }
 
 }  // namespace chunkc

@@ -25,9 +25,21 @@ task. Rows that see nothing at all (padding) have no task. A block in one piece 
 of a cut block write float32 partials, and one merge per block adds them up in the order of the keys, so that
 results do not depend on who finishes first.
 
-**Order.** Prefill is bound by arithmetic, decode by memory bandwidth. Each of the two lists is ordered
-longest first, then they are interleaved in proportion to their cost, so that they run side by side from the
-first task to the last and the short tasks come at the end, where they fill gaps.
+**What is chosen**, by the cost model of :mod:`chunkc.kernels.device`:
+
+- The rows of a block. Large blocks read the keys fewer times; small ones fill the machine and leave less of a
+  causal corner that is computed for nothing. One size for the step, the one with the least predicted time.
+- Where to cut along the keys. If the blocks as they are keep the units busy to the end, nowhere. Else the
+  units are filled one after the other up to their share of the work, and a block that does not fit is cut
+  there and goes on on the next unit (McNaughton's rule), so there are hardly more cuts than units. A cut
+  depends on what is left of the share, not on how long anyone's queries or keys are.
+- **Order.** Units take the next task as they get free. Prefill is bound by arithmetic, decode by memory
+  bandwidth: each is ordered longest first, and the two progress at one share of their cost, so that they run
+  side by side from the first task to the last and short tasks come at the end, where they fill gaps. A task
+  that would end after all others from its place there goes earlier.
+
+The plan is a function of the batch, the shape and the device. It is made in C++ (``planner.cpp``). Without a C++
+compiler :func:`plain_plan` serves: a plan as right, and not balanced.
 
 **Layout.** ``tasks`` is int32 ``[N, 8]`` with the fields of :class:`Task`, ``merges`` int32 ``[M, 8]`` with
 those of :class:`Merge`; ranges are half-open. N and M may be 0.
@@ -35,17 +47,18 @@ those of :class:`Merge`; ranges are half-open. N and M may be 0.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-_DEFAULT_Q_BLOCK = 64  # rows: enough to reuse a tile of keys, few enough for their float32 state to stay cached
-_TASKS_PER_UNIT = 4  # how many pieces the work of one unit is cut into, for balance at the end of the step
-_MIN_SPLIT = 256  # keys: below this a split costs more (start-up, merge) than it evens out
-_KEY_COST = 8  # cost of loading one key and value, in units of the arithmetic of one row on it
+from chunkc.kernels import planner
+from chunkc.kernels.device import DeviceModel, cpu
+
 _SPLIT_ALIGNMENT = 64  # keys: bodies walk the keys in tiles of this many
+_PLAIN_Q_BLOCK = 64  # rows
 
 
 @dataclass(frozen=True)
@@ -124,9 +137,8 @@ class TaskTable:
     merges: torch.Tensor
 
 
-def row_block(shape: AttentionShape, q_block: int | None = None) -> int:
+def row_block(shape: AttentionShape, q_block: int) -> int:
     """Rows of a full block: ``q_block`` rounded down to whole tokens, unless one token has more rows."""
-    q_block = _DEFAULT_Q_BLOCK if q_block is None else q_block
     if q_block < 1:
         raise ValueError(f"q_block must be at least 1 row, not {q_block}")
     return q_block - q_block % shape.group if q_block >= shape.group else q_block
@@ -141,6 +153,7 @@ def plan_tasks(
     units: int,
     q_block: int | None = None,
     kv_split: int | None = None,
+    device: DeviceModel | None = None,
 ) -> TaskTable:
     """Plan one step, for all attentions of one shape.
 
@@ -154,132 +167,95 @@ def plan_tasks(
         q_block: most rows in a task, see :func:`row_block`; None chooses.
         kv_split: most keys in a task (rounded up to the cut boundaries); None cuts where that balances the
             load.
+        device: what the machine can do; ``units`` tasks share it. None stands for a CPU of ``units`` threads.
     """
+    options = _options(shape, page_size, units, q_block, kv_split, device)
+    if q_offsets.shape[0] != kv_lens.shape[0] + 1:
+        raise ValueError(f"q_offsets {tuple(q_offsets.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit together")
+    library = planner.load()
+    if library is None:
+        return plain_plan(q_offsets, kv_lens, shape, page_size=page_size, q_block=q_block, kv_split=kv_split)
+    return TaskTable(*planner.plan(library, options, _int32(q_offsets), _int32(kv_lens)))
+
+
+def plain_plan(
+    q_offsets: torch.Tensor,
+    kv_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    page_size: int,
+    q_block: int | None = None,
+    kv_split: int | None = None,
+) -> TaskTable:
+    """The simplest plan there is: blocks in the order of the requests, cut along the keys only at ``kv_split``.
+
+    Arguments as for :func:`plan_tasks`.
+    """
+    block, align = row_block(shape, q_block or _PLAIN_Q_BLOCK), _cut_alignment(page_size)
+    offsets, lens = q_offsets.tolist(), kv_lens.tolist()
+    tasks: list[Task] = []
+    merges: list[Merge] = []
+    scratch = 0
+    for request, kv_len in enumerate(lens):
+        q_len = offsets[request + 1] - offsets[request]
+        rows, first = q_len * shape.group, kv_len - q_len
+        for head in range(shape.num_kv_heads):
+            for begin in range(0, rows, block):
+                end = min(begin + block, rows)
+                low, high = _visible_keys(first + begin // shape.group, first + (end - 1) // shape.group, shape)
+                if low >= high:
+                    continue
+                step = high if kv_split is None else -(-kv_split // align) * align
+                cuts = [low, *range(low // step * step + step, high, step), high]
+                where, is_cut = (request, head, begin, end), len(cuts) > 2
+                if is_cut:
+                    merges.append(Merge(*where, partial=scratch, num_splits=len(cuts) - 1))
+                for piece in itertools.pairwise(cuts):
+                    tasks.append(Task(*where, *piece, *((scratch, len(merges) - 1) if is_cut else (-1, -1))))
+                    scratch += is_cut * (end - begin)
+    return TaskTable(*(torch.tensor(table, dtype=torch.int32).reshape(-1, 8) for table in (tasks, merges)))
+
+
+@lru_cache(maxsize=256)
+def _options(
+    shape: AttentionShape,
+    page_size: int,
+    units: int,
+    q_block: int | None,
+    kv_split: int | None,
+    device: DeviceModel | None,
+) -> planner.Options:
+    """Checks the options of :func:`plan_tasks`, once for all steps, and puts them as the library takes them."""
     if page_size < 1 or units < 1:
         raise ValueError(f"page_size and units must be positive, not {page_size} and {units}")
     if kv_split is not None and kv_split < 1:
         raise ValueError(f"kv_split must be at least 1 key, not {kv_split}")
-    group, heads = shape.group, shape.num_kv_heads
-    block = row_block(shape, q_block)
-    offsets = q_offsets.numpy().astype(np.int64)
-    kv_len = kv_lens.numpy().astype(np.int64)
-    q_len = np.diff(offsets)
-
-    # Blocks of rows, for one key/value head: all heads are alike and are added at the end.
-    rows = q_len * group
-    blocks_per_request = _ceil_div(rows, block)
-    request = np.repeat(np.arange(len(q_len)), blocks_per_request)
-    row_begin = _ramps(blocks_per_request) * block
-    row_end = np.minimum(row_begin + block, rows[request])
-    first_query = (kv_len - q_len)[request]
-    low, high = _visible_keys(first_query + row_begin // group, first_query + (row_end - 1) // group, shape)
-    seen = high > low
-    request, row_begin, row_end, low, high = (x[seen] for x in (request, row_begin, row_end, low, high))
-
-    align = min(page_size, _SPLIT_ALIGNMENT)
-    num_rows = row_end - row_begin
-    is_decode = q_len[request] == 1
-    if kv_split is None:
-        piece = _balanced_pieces(num_rows, high - low, is_decode, heads, units)
-    else:
-        piece = np.full(len(request), kv_split)
-    # Cuts fall on multiples of `align`. Where `low` does not, the first piece is shorter, but never empty.
-    start = low // align * align
-    splits = _ceil_div(high - start, _ceil_div(piece, align) * align)
-    piece = _ceil_div(_ceil_div(high - start, splits), align) * align  # evened out, which can save a piece
-    splits = _ceil_div(high - start, piece)
-
-    # Scratch rows and merges of the blocks in several pieces; head h follows head h - 1.
-    is_cut = splits > 1
-    scratch = np.where(is_cut, splits * num_rows, 0)
-    scratch_begin, scratch_per_head = np.cumsum(scratch) - scratch, int(scratch.sum())
-    merge_index, merges_per_head = np.cumsum(is_cut) - 1, int(is_cut.sum())
-
-    source = np.repeat(np.arange(len(request)), splits)
-    index = _ramps(splits)
-    kv_begin = np.maximum(start[source] + index * piece[source], low[source])
-    kv_end = np.minimum(start[source] + (index + 1) * piece[source], high[source])
-    cost = (kv_end - kv_begin) * (_KEY_COST + num_rows[source])
-    order = _interleave(cost, is_decode[source])
-    source, index, kv_begin, kv_end = (x[order] for x in (source, index, kv_begin, kv_end))
-
-    head = np.arange(heads)
-    cut = is_cut[source][:, None]
-    partial = (scratch_begin[source] + index * num_rows[source])[:, None] + head * scratch_per_head
-    merge = merge_index[source][:, None] + head * merges_per_head
-    tasks = np.empty((len(source), heads, 8), dtype=np.int32)
-    for column, value in enumerate(
-        Task(
-            request=request[source][:, None],
-            kv_head=head,
-            row_begin=row_begin[source][:, None],
-            row_end=row_end[source][:, None],
-            kv_begin=kv_begin[:, None],
-            kv_end=kv_end[:, None],
-            partial=np.where(cut, partial, -1),
-            merge=np.where(cut, merge, -1),
-        )
-    ):
-        tasks[:, :, column] = value
-
-    merges = np.zeros((heads, merges_per_head, 8), dtype=np.int32)
-    for column, value in enumerate(
-        Merge(
-            request=request[is_cut],
-            kv_head=head[:, None],
-            row_begin=row_begin[is_cut],
-            row_end=row_end[is_cut],
-            partial=scratch_begin[is_cut] + head[:, None] * scratch_per_head,
-            num_splits=splits[is_cut],
-        )
-    ):
-        merges[:, :, column] = value
-    return TaskTable(torch.from_numpy(tasks.reshape(-1, 8)), torch.from_numpy(merges.reshape(-1, 8)))
+    device = device or cpu(units)
+    q_blocks = device.q_blocks if q_block is None else (q_block,)
+    return planner.options(
+        shape,
+        device.task_cost(shape, units),
+        align=_cut_alignment(page_size),
+        units=units,
+        q_blocks=tuple(sorted({row_block(shape, size) for size in q_blocks})),
+        kv_split=kv_split,
+    )
 
 
-def _visible_keys(first: np.ndarray, last: np.ndarray, shape: AttentionShape) -> tuple[np.ndarray, np.ndarray]:
+def _cut_alignment(page_size: int) -> int:
+    return min(page_size, _SPLIT_ALIGNMENT)
+
+
+def _visible_keys(first: int, last: int, shape: AttentionShape) -> tuple[int, int]:
     """Half-open range of the keys that any query at positions ``first .. last`` (inclusive) sees."""
-    low = np.zeros_like(first)
-    if shape.window:
-        low = np.maximum(low, first - shape.window + 1)
+    low = max(0, first - shape.window + 1) if shape.window else 0
     if shape.chunk:
-        low = np.maximum(low, first // shape.chunk * shape.chunk)
+        low = max(low, first // shape.chunk * shape.chunk)
     return low, last + 1
 
 
-def _balanced_pieces(
-    num_rows: np.ndarray, num_keys: np.ndarray, is_decode: np.ndarray, heads: int, units: int
-) -> np.ndarray:
-    """Keys per task at which no task costs much more than a unit's share of the step divided by
-    _TASKS_PER_UNIT.
-
-    Only decodes are cut, unless the blocks are too few to give every unit one: a cut prefill reads its
-    queries again and writes partials for all its rows.
-    """
-    row_cost = _KEY_COST + num_rows
-    share = (num_keys * row_cost).sum() * heads / (units * _TASKS_PER_UNIT)
-    piece = np.maximum((share / row_cost).astype(np.int64), _MIN_SPLIT)
-    if len(num_rows) * heads >= units:
-        piece = np.where(is_decode, piece, num_keys + _SPLIT_ALIGNMENT)  # in one piece
-    return piece
-
-
-def _interleave(cost: np.ndarray, is_decode: np.ndarray) -> np.ndarray:
-    """Task order: prefills and decodes each longest first, both progressing at one share of their cost."""
-    order = np.argsort(-cost, kind="stable")
-    progress = np.empty(len(cost))
-    for kind in (False, True):
-        chosen = order[is_decode[order] == kind]
-        done = np.cumsum(cost[chosen])
-        progress[chosen] = (done - cost[chosen]) / done[-1] if len(done) else 0.0
-    return order[np.argsort(progress[order], kind="stable")]
-
-
-def _ceil_div(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
-    return -(-a // b)
-
-
-def _ramps(lengths: np.ndarray) -> np.ndarray:
-    """``[0, 1, .., lengths[0]-1, 0, 1, .., lengths[1]-1, ..]``"""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+def _int32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the library reads it; itself, as a rule."""
+    if tensor.dtype == torch.int32 and tensor.is_contiguous() and tensor.device.type == "cpu":
+        return tensor
+    return tensor.to("cpu", torch.int32).contiguous()

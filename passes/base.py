@@ -60,6 +60,7 @@ class PassContext:
         proven_length: longest sequence up to which the meaning of every mask is proven, or None for no limit.
         attention_layers: one entry per attention call, in graph order; page_attention fills it.
         resources: objects that must live as long as the graph may run (packed weights behind handles).
+        made: how tensors that passes made come from the model's own, by name (``passes.made_tensors``).
         facts: the facts that hold now; kept by the pipeline.
         options: free space for passes of users.
     """
@@ -69,6 +70,7 @@ class PassContext:
     proven_length: int | None = None
     attention_layers: list[Any] = field(default_factory=list)
     resources: list[Any] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
     facts: set[str] = field(default_factory=set)
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -16,14 +16,16 @@ the other use.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
 
-from chunkc.kernels.packed_linear import PackedWeight, can_pack
+from chunkc.kernels.packed_linear import can_pack
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, attribute, call, is_call, module_path, value
+from chunkc.passes.made_tensors import Packed, make
 from chunkc.passes.unused import drop_unused_tensors
 
 
@@ -92,10 +94,9 @@ def _why_not(linear: _Linear) -> str | None:
 
 
 def _pack(graph_module: fx.GraphModule, linear: _Linear, name: str, context: PassContext) -> str:
-    weight = attribute(graph_module, linear.weight.target)
-    packed = PackedWeight(weight.t() if linear.transposed else weight)
-    graph_module.register_buffer(name, packed.handle)
-    context.resources.append(packed)
+    context.made[name] = Packed(linear.weight.target, linear.transposed)
+    handle = make(name, {name: context.made[name]}, partial(attribute, graph_module), context.resources)
+    graph_module.register_buffer(name, handle)
     return name
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from chunkc.dtypes import TorchDtype
 from chunkc.kernels.tasks import AttentionShape, Merge, Task
 from chunkc.passes.base import GraphPass, PassContext, PassReport
 from chunkc.passes.facts import register_fact, require
@@ -52,7 +53,7 @@ class AttentionLayer:
     index: int
     shape: AttentionShape
     plan: int
-    dtype: torch.dtype
+    dtype: TorchDtype
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 
 from chunkc.errors import CapacityError
-from chunkc.kernels.tasks import AttentionShape, plan_tasks
+from chunkc.kernels.cpu_memory import prefer_huge_pages
+from chunkc.kernels.device import cpu
+from chunkc.kernels.tasks import plan_tasks
 from chunkc.passes.page_attention import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
 
@@ -60,14 +62,15 @@ class GraphRunner:
         self.page_size = page_size
         self.num_pages = num_pages
         self._graph = graph
-        self._plans: dict[int, AttentionShape] = {layer.plan: layer.shape for layer in layers}
+        self._plans: dict[int, AttentionLayer] = {layer.plan: layer for layer in layers}
         self._pages: dict[str, torch.Tensor] = {}
         try:
             for layer in layers:
                 for kind, dim in (("k", layer.shape.qk_dim), ("v", layer.shape.v_dim)):
                     # not zeroed: no body reads what was not written, and untouched pages cost no memory
                     size = (num_pages, layer.shape.num_kv_heads, page_size, dim)
-                    self._pages[f"{kind}_pages_{layer.index}"] = torch.empty(size, dtype=layer.dtype)
+                    pages = self._pages[f"{kind}_pages_{layer.index}"] = torch.empty(size, dtype=layer.dtype)
+                    prefer_huge_pages(pages)
         except RuntimeError as error:
             raise CapacityError(
                 f"a cache of {num_pages} pages of {page_size} tokens ({num_pages * bytes_per_page(layers, page_size)} "
@@ -88,8 +91,15 @@ class GraphRunner:
             "slot_mapping": attention.slot_mapping,
         }
         units = torch.get_num_threads()
-        for number, shape in self._plans.items():
-            plan = plan_tasks(attention.q_offsets, attention.kv_lens, shape, page_size=self.page_size, units=units)
+        for number, layer in self._plans.items():
+            plan = plan_tasks(
+                attention.q_offsets,
+                attention.kv_lens,
+                layer.shape,
+                page_size=self.page_size,
+                units=units,
+                device=cpu(units, layer.dtype.itemsize),
+            )
             inputs[f"tasks_{number}"], inputs[f"merges_{number}"] = plan.tasks, plan.merges
         with torch.no_grad():
             return self._graph(inputs)

@@ -14,7 +14,7 @@ import chunkc
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {"kernels": 0, "passes": 1, "runtime": 2, "": 3, "bench": 4}  # "" is chunkc/ itself
-LEAVES = {"errors": set(), "config": {"errors"}, "compat": set()}  # leaf -> the leaves it may import
+LEAVES = {"errors": set(), "config": {"errors"}, "compat": set(), "dtypes": set()}  # leaf -> the leaves it may import
 
 
 def source_files() -> Iterator[tuple[str, Path]]:

@@ -11,7 +11,12 @@ from typing import NoReturn
 from chunkc.errors import ChunkcError
 
 # command -> the module that has its DESCRIPTION, add_arguments(parser) and run(args) -> exit code
-COMMANDS = {"serve": "chunkc.bench.serve"}
+COMMANDS = {
+    "serve": "chunkc.bench.serve",
+    "plan": "chunkc.bench.plan",
+    "kernels": "chunkc.bench.kernels",
+    "peers": "chunkc.bench.peers",
+}
 DEFAULT_COMMAND = "serve"
 
 

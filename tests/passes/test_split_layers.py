@@ -10,12 +10,13 @@ from tiny import build
 from torch import nn
 
 from chunkc.errors import PassError
-from chunkc.lower import LoweredGraph, lower
+from chunkc.lower import lower
 from chunkc.parts import Part, cut
 from chunkc.passes.execute import prompt_inputs, run_on_prompt
 from chunkc.passes.facts import check_fact
 from chunkc.passes.fx_tools import placeholders, value
 from chunkc.passes.split_layers import _PART
+from chunkc.program import LoweredGraph
 from chunkc.rewriting import Rewritten, rewrite
 from chunkc.structure import describe
 
@@ -77,7 +78,7 @@ def kinds(parts: list[Part]) -> list[int]:
 def lowered(done: Rewritten) -> tuple[LoweredGraph, dict[str, torch.Tensor]]:
     names = list(placeholders(done.graph_module.graph))
     inputs = dict(zip(names, prompt_inputs(done.graph_module, IDS), strict=True))
-    return lower(done.graph_module, "eager", done.context.resources), inputs
+    return lower(done.graph_module, "eager", done.context.resources)[0], inputs
 
 
 @pytest.mark.parametrize("name", NAMES)

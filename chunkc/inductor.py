@@ -1,0 +1,144 @@
+"""One graph -> one shared library, by Inductor; and the library -> a function.
+
+Inductor's C++ wrapper makes a library with one entry point that takes tensors and returns tensors. We call that
+entry: no guards, no unpacking, no Python between the operators, and the interpreter lock is free meanwhile. The
+library alone is what is kept on disk (``chunkc.artifacts``), so a later start needs neither Inductor nor a compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+import chunkc.kernels.packed_linear  # noqa: F401  (registers an operator that ``environment`` names)
+from chunkc.errors import PassError
+from chunkc.kernels.native import instruction_sets
+from chunkc.passes.fx_tools import fake_mode_of, placeholders, value
+from chunkc.passes.size_guards import failing_guards
+
+#: takes a graph's inputs in order, returns its outputs
+GraphFunction = Callable[..., Sequence[torch.Tensor]]
+
+#: what we ask of Inductor: part of the key of an artifact
+OPTIONS: dict[str, Any] = {
+    "cpp_wrapper": True,
+    "cpp.dynamic_threads": True,  # as many threads as there are when it runs
+    "force_disable_caches": True,  # ours holds the result
+    # arguments come from us alone and are checked before they get here
+    "size_asserts": False,
+    "nan_asserts": False,
+}
+
+_ENTRY = "inductor_entry_cpp"
+_loaded = itertools.count()
+
+
+def environment() -> str:
+    """What decides, beside a graph, whether a library made from it can serve this process."""
+    compiling = sorted(f"{name}={text}" for name, text in os.environ.items() if name.startswith("TORCHINDUCTOR_"))
+    operators = [str(getattr(torch.ops.chunkc, name).default._schema) for name in ("mixed_attention", "packed_linear")]
+    facts = [
+        torch.__version__,
+        str(torch.version.git_version),
+        sys.implementation.cache_tag,
+        instruction_sets(),
+        torch.get_num_threads(),
+        OPTIONS,
+        *operators,
+        *compiling,
+    ]
+    return "\n".join(map(str, facts))
+
+
+def compile_to_libraries(graph_modules: Sequence[fx.GraphModule]) -> list[Path]:
+    """Compile graphs; sizes stay as dynamic as the graphs say they are. Code is built for all of them side by side.
+
+    Args:
+        graph_modules: each of placeholders and calls only, with fake values; returns a tuple of tensors, none of them
+            an alias of an input.
+
+    Returns:
+        their libraries, in Inductor's own folder: copy or load them at once.
+
+    Raises:
+        PassError: compilation assumed something of the sizes that the graph does not say.
+    """
+    with ThreadPoolExecutor() as pool:  # of compiler processes
+        entries = [_generate(graph_module, pool) for graph_module in graph_modules]
+        return [Path(entry().__self__.__file__) for entry in entries]
+
+
+def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]:
+    """Have Inductor write the code of a graph; returns what waits for its library and gives its entry point."""
+    from torch._inductor import config, standalone_compile
+
+    # Inductor looks for the shape environment in this entry only. Without it, it makes a new one in which two
+    # sizes that happen to have the same hint become one, and the artifact is silently wrong.
+    result = graph_module.graph.output_node().args[0][0]
+    result.meta["example_value"] = value(result)
+    environment = fake_mode_of(graph_module.graph).shape_env
+    examples = [value(node) for node in placeholders(graph_module.graph).values()]
+    with torch.no_grad(), warnings.catch_warnings(), config.patch(OPTIONS), _building_in(pool) as builds:
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
+        standalone_compile(graph_module, examples, dynamic_shapes="from_graph")
+    assumed = failing_guards(environment)
+    if assumed:
+        raise PassError(f"compiling the graph specialised its sizes: {'; '.join(assumed)}")
+    if len(builds) != 1:
+        raise PassError(f"Inductor made {len(builds)} libraries of one graph")
+    return builds[0]
+
+
+@contextlib.contextmanager
+def _building_in(pool: Executor) -> Iterator[list[Callable[[], Any]]]:
+    """Has Inductor's libraries built in the background, and notes what waits for each."""
+    from torch._inductor.codecache import CppWrapperCodeCache, PyCodeCache
+
+    builds: list[Callable[[], Any]] = []
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        builds.append(CppWrapperCodeCache.load_pybinding_async(*arguments, submit_fn=pool.submit, **keywords))
+        return None  # Inductor's own wrapper would call it; we do not use that
+
+    # what was compiled before in this process would not be loaded again
+    PyCodeCache.cache_clear()
+    logger = logging.getLogger("torch._inductor.standalone_compile")  # says that it cannot save: the library is ours
+    with mock.patch.object(CppWrapperCodeCache, "load_pybinding", build), mock.patch.object(logger, "disabled", True):
+        yield builds
+
+
+def load(library: Path) -> GraphFunction:
+    """The function of a library that ``compile_to_libraries`` made, in this process or another.
+
+    Raises:
+        ImportError: it is no such library, or of another version of Python.
+    """
+    # read by the library when it is loaded
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    spec = importlib.util.spec_from_file_location(f"chunkc_graph_{next(_loaded)}.{_ENTRY}", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    entry = getattr(module, _ENTRY)
+    give = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+    take = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+
+    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        outputs: Sequence[torch.Tensor] = take(entry(give(inputs)))
+        return outputs
+
+    return run

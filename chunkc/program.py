@@ -1,0 +1,145 @@
+"""The lowered model: parts in a row, each a function of what came before, its weights and the step's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkc.inductor import GraphFunction
+from chunkc.parts import WEIGHT
+
+
+@dataclass(frozen=True)
+class PartCall:
+    """One part.
+
+    Attributes:
+        kind: number of its function; parts that are alike share one.
+        inputs, outputs: see ``chunkc.parts.Part``.
+    """
+
+    kind: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is computed, but for functions and weights.
+
+    Attributes:
+        inputs: names of a step's arguments.
+        parts: in the order in which they run.
+        result: name of the logits.
+    """
+
+    inputs: tuple[str, ...]
+    parts: tuple[PartCall, ...]
+    result: str
+
+    @property
+    def num_kinds(self) -> int:
+        """How many parts differ, that is, how many functions there are."""
+        return len({part.kind for part in self.parts})
+
+    @property
+    def weights(self) -> list[str]:
+        """Names, without the mark, of the tensors that are fixed."""
+        names = [name for part in self.parts for name in part.inputs if name.startswith(WEIGHT)]
+        return [name.removeprefix(WEIGHT) for name in dict.fromkeys(names)]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One part on numbered places: where its inputs are, where outputs go, what is not needed after."""
+
+    function: GraphFunction
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dead: tuple[int, ...]
+
+
+#: the values of a step so far, by place
+State = list[torch.Tensor | None]
+
+
+class LoweredGraph:
+    """A callable for the whole model, or for any contiguous range of its parts.
+
+    Args:
+        program: what to run.
+        functions: one a kind.
+        weights: by name.
+        resources: what must live as long as this does.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        functions: Sequence[GraphFunction],
+        weights: Mapping[str, torch.Tensor],
+        resources: Sequence[Any] = (),
+    ) -> None:
+        self.program = program
+        self._resources = tuple(resources)
+        places = {name: i for i, name in enumerate(program.inputs)}
+        self._at_start: State = [None] * len(places)
+        for name in program.weights:
+            places[WEIGHT + name] = len(places)
+            self._at_start.append(weights[name])
+        for part in program.parts:
+            for name in part.outputs:
+                places[name] = len(places)
+                self._at_start.append(None)
+        last_use = {name: i for i, part in enumerate(program.parts) for name in (*part.inputs, *part.outputs)}
+        last_use[program.result] = len(program.parts)
+        self._steps = tuple(
+            _Step(
+                functions[part.kind],
+                tuple(places[name] for name in part.inputs),
+                tuple(places[name] for name in part.outputs),
+                tuple(
+                    places[name]
+                    for name in (*part.inputs, *part.outputs)
+                    if last_use[name] == i and not name.startswith(WEIGHT)
+                ),
+            )
+            for i, part in enumerate(program.parts)
+        )
+        self._result = places[program.result]
+
+    @property
+    def num_parts(self) -> int:
+        """What layers share and the embedding, then layers, then the last of them with the head."""
+        return len(self._steps)
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run one step. ``inputs``: every tensor of ``program.inputs``; pages are written in place."""
+        state = self.start(inputs)
+        self.advance(state, 0, self.num_parts)
+        return self.logits(state)
+
+    def start(self, inputs: Mapping[str, torch.Tensor]) -> State:
+        """The state of a step in which no part has run yet."""
+        state = self._at_start.copy()
+        for place, name in enumerate(self.program.inputs):
+            state[place] = inputs[name]
+        return state
+
+    def advance(self, state: State, begin: int, end: int) -> None:
+        """Run parts ``begin`` to ``end - 1`` of a step; those before must have run."""
+        for step in self._steps[begin:end]:
+            outputs = step.function(*[state[place] for place in step.inputs])
+            for place, output in zip(step.outputs, outputs, strict=True):
+                state[place] = output
+            for place in step.dead:
+                state[place] = None
+
+    def logits(self, state: State) -> torch.Tensor:
+        """The result [L, V] of a step of which all parts have run."""
+        logits = state[self._result]
+        assert logits is not None
+        return logits

@@ -1,0 +1,166 @@
+// chunkc::packed_linear on CPU: x [..., K] times a packed weight [N, K] transposed, plus bias [N].
+//
+// Own kernels serve float32 where there is AVX512, and bfloat16 where there are its dot products but no matrix
+// registers (AMX), which oneDNN uses and we do not. oneDNN serves the rest.
+
+#include "cpu_linear_memory.h"
+#include "cpu_linear_product.h"
+#include "cpu_linear_registry.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string_view>
+
+namespace chunkc {
+namespace {
+
+struct Weight {
+  at::ScalarType dtype;
+  int64_t in_features, out_features;
+  Memory memory;  // in our layout, or
+  at::Tensor opaque;  // in oneDNN's
+};
+
+Registry<Weight>& registry() {
+  static Registry<Weight>& weights = *new Registry<Weight>;  // never destroyed: threads may outlive main
+  return weights;
+}
+
+bool has_own_kernel([[maybe_unused]] at::ScalarType dtype) {
+#if defined(CHUNKC_AVX512)
+  if (dtype == at::kFloat)
+    return true;
+#if defined(__AVX512BF16__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)
+  if (dtype == at::kBFloat16)
+    return true;
+#endif
+#endif
+  return false;
+}
+
+// Calls f with a zero of the C++ type of a dtype that has_own_kernel.
+template <typename F>
+void with_type(at::ScalarType dtype, const F& f) {
+  if (dtype == at::kFloat)
+    f(0.0f);
+  else
+    f(c10::BFloat16(0.0f));
+}
+
+at::Tensor pack_for_onednn(const at::Tensor& weight) {
+  static const auto reorder =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
+          .typed<at::Tensor(const at::Tensor&, std::optional<int64_t>)>();
+  return reorder.call(weight.contiguous(), std::nullopt);  // no batch size: any number of rows
+}
+
+at::Tensor multiply_by_onednn(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  static const auto linear =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+          .typed<at::Tensor(
+              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
+              c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
+  return linear.call(x, weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+int64_t pack_linear_weight(const at::Tensor& tensor, bool own) {
+  TORCH_CHECK_VALUE(tensor.dim() == 2, "packed_linear: a weight is [N, K], not ", tensor.sizes());
+  auto weight = std::make_unique<Weight>();
+  weight->dtype = tensor.scalar_type();
+  weight->out_features = tensor.size(0), weight->in_features = tensor.size(1);
+  if (own && has_own_kernel(weight->dtype)) {
+#if defined(CHUNKC_AVX512)
+    with_type(weight->dtype, [&](auto zero) {
+      using T = decltype(zero);
+      const Layout layout = Layout::of<T>(weight->in_features, weight->out_features);
+      weight->memory = Memory::allocate(layout.bytes());
+      pack<T>(tensor, layout, weight->memory.data());
+    });
+#endif
+  } else {
+    weight->opaque = pack_for_onednn(tensor);
+  }
+  return registry().add(std::move(weight));
+}
+
+#if defined(CHUNKC_AVX512)
+at::Tensor multiply_by_own(const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias) {
+  // rows at any distance, as long as it is one distance
+  const int64_t num_rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
+  at::Tensor rows = x;
+  if (!x.is_contiguous()) {
+    rows = x.reshape({num_rows, weight.in_features});
+    rows = rows.stride(1) == 1 ? rows : rows.contiguous();
+  }
+  const at::Tensor added = bias ? bias->contiguous() : at::Tensor();
+  at::DimVector shape(x.sizes());
+  shape.back() = weight.out_features;
+  const at::Tensor out = at::detail::empty_cpu(shape, x.options());
+  with_type(weight.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    Product<T> p;
+    p.x = rows.const_data_ptr<T>();
+    p.rows = num_rows;
+    p.x_stride = rows.is_contiguous() ? weight.in_features : rows.stride(0);
+    p.layout = Layout::of<T>(weight.in_features, weight.out_features);
+    p.weight = weight.memory.data();
+    p.bias = bias ? added.const_data_ptr<T>() : nullptr;
+    p.out = out.data_ptr<T>();
+    if (out.numel() > 0)
+      multiply(p);
+  });
+  return out;
+}
+#endif
+
+at::Tensor packed_linear(
+    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features) {
+  TORCH_CHECK_TYPE(
+      handle.scalar_type() == at::kLong && handle.numel() == 1, "packed_linear: a handle is one int64 number");
+  const int64_t number = *handle.const_data_ptr<int64_t>();
+  const auto borrowed = registry().find(number);
+  const Weight* weight = borrowed.get();
+  TORCH_CHECK(
+      weight, "packed_linear: the packed weight ", number,
+      " is gone; keep its PackedWeight as long as the graph runs");
+  TORCH_CHECK_VALUE(
+      x.dim() >= 1 && x.size(-1) == weight->in_features && out_features == weight->out_features,
+      "packed_linear: x ", x.sizes(), " and ", out_features, " columns do not fit a weight [", weight->out_features,
+      ", ", weight->in_features, "]");
+  TORCH_CHECK_TYPE(
+      x.scalar_type() == weight->dtype && (!bias || bias->scalar_type() == weight->dtype),
+      "packed_linear: x and bias must have the weight's dtype, ", weight->dtype);
+  TORCH_CHECK_VALUE(
+      !bias || (bias->dim() == 1 && bias->size(0) == out_features), "packed_linear: bias must be [N]");
+#if defined(CHUNKC_AVX512)
+  if (!weight->opaque.defined())
+    return multiply_by_own(x, *weight, bias);
+#endif
+  return multiply_by_onednn(x, weight->opaque, bias);
+}
+
+TORCH_LIBRARY_FRAGMENT(chunkc, m) {
+  m.def("_pack_linear_weight(Tensor weight, bool own) -> int");
+}
+
+TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
+  m.impl("packed_linear", &packed_linear);
+  m.impl("_pack_linear_weight", &pack_linear_weight);
+}
+
+}  // namespace
+}  // namespace chunkc
+
+extern "C" bool chunkc_has_own_linear(bool is_bfloat16) {
+  return chunkc::has_own_kernel(is_bfloat16 ? at::kBFloat16 : at::kFloat);
+}
+
+// Not an operator: it is called when the garbage is collected, whatever torch is doing then.
+extern "C" void chunkc_free_linear_weight(int64_t number) {
+  chunkc::registry().remove(number);
+}

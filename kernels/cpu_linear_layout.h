@@ -1,0 +1,53 @@
+// How a weight [N, K] is laid out: panels of kPanelColumns columns of the result, one after the other, each
+// [steps][columns]. The last panel is only as wide as it must be, in whole vectors. What is missing is zero.
+#pragma once
+
+#include "cpu_linear_tile.h"
+
+#if defined(CHUNKC_AVX512)
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+namespace chunkc {
+
+struct Layout {
+  int64_t in_features, out_features, steps;
+
+  template <typename T>
+  static Layout of(int64_t in_features, int64_t out_features) {
+    return {in_features, out_features, (in_features + kPerStep<T> - 1) / kPerStep<T>};
+  }
+  int64_t bytes() const { return steps * round_up(out_features, kLanes) * kStepBytes; }
+  int64_t panels() const { return (out_features + kPanelColumns - 1) / kPanelColumns; }
+  int64_t columns(int64_t panel) const {
+    return std::min<int64_t>(kPanelColumns, out_features - panel * kPanelColumns);
+  }
+  int vectors(int64_t panel) const { return int(round_up(columns(panel), kLanes) / kLanes); }
+  int64_t offset(int64_t panel) const { return panel * steps * kPanelColumns * kStepBytes; }
+};
+
+// Lays the weight [N, K], with any strides, out in `to`.
+template <typename T>
+void pack(const at::Tensor& weight, const Layout& layout, char* to) {
+  constexpr int64_t kSome = 64;  // elements of a row at a time: what they are scattered over fits the first level cache
+  const T* from = weight.const_data_ptr<T>();
+  const int64_t row = weight.stride(0), column = weight.stride(1);
+  at::parallel_for(0, layout.panels(), 4, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const T* rows = from + panel * kPanelColumns * row;
+      const int64_t columns = layout.columns(panel), width = layout.vectors(panel) * kLanes;
+      T* at = reinterpret_cast<T*>(to + layout.offset(panel));
+      std::fill_n(at, layout.steps * width * kPerStep<T>, T(0.0f));
+      for (int64_t some = 0; some < layout.in_features; some += kSome) {
+        const int64_t last = std::min(some + kSome, layout.in_features);
+        for (int64_t n = 0; n < columns; ++n) {
+          for (int64_t k = some; k < last; ++k)
+            at[(k / kPerStep<T> * width + n) * kPerStep<T> + k % kPerStep<T>] = rows[n * row + k * column];
+        }
+      }
+    }
+  });
+}
+
+}  // namespace chunkc
+#endif

@@ -1,0 +1,116 @@
+// x [M, K] times a packed weight: how the work is divided over threads, and in which order a thread does its part.
+#pragma once
+
+#include "cpu_linear_layout.h"
+
+#if defined(CHUNKC_AVX512)
+#include <atomic>
+
+namespace chunkc {
+
+template <typename T>
+struct Product {
+  const T* x;
+  int64_t rows, x_stride;  // elements; may be anything
+  Layout layout;
+  const char* weight;
+  const T* bias;  // [N] or nullptr
+  T* out;  // [M, N], contiguous
+};
+
+// The i-th of `parts` about equal parts of 0 .. n - 1 begins here.
+inline int64_t part_begin(int64_t n, int64_t parts, int64_t i) {
+  return n * i / parts;
+}
+
+inline int64_t parts_of(int64_t n, int64_t most) {
+  return (n + most - 1) / most;
+}
+
+constexpr int64_t kBlockRows = 128;
+
+// A grid of units of work, and how many threads share them.
+struct Division {
+  int64_t blocks, groups, threads;  // of rows, of panels
+};
+
+// Threads take units as they come, since some start late or are slower; so there are a few units a thread.
+inline Division divide(int64_t rows, const Layout& layout, int64_t max_threads) {
+  constexpr int64_t kWorthwhile = 50'000;  // elements of a weight, read or multiplied by a tile, are worth a thread
+  constexpr int64_t kUnits = 6;
+  const int64_t tiles = parts_of(rows, kTileRows), panels = layout.panels();
+  const int64_t worth = layout.bytes() / kStepBytes * (1 + tiles) / 2 / kWorthwhile;
+  const int64_t threads = std::clamp<int64_t>(worth, 1, max_threads);
+  int64_t blocks = parts_of(rows, kBlockRows);
+  const int64_t groups = threads == 1 ? 1 : std::min(panels, parts_of(threads * kUnits, blocks));
+  if (blocks * groups < threads)
+    blocks = std::min(tiles, parts_of(threads, groups));
+  return {blocks, groups, std::min(threads, blocks * groups)};
+}
+
+// A unit of work: a block of rows times a group of panels. All tiles of the block go over a panel before the next one,
+// so that panel and block stay in the second level cache. Of deep weights a chunk of steps is taken at a time.
+template <typename T>
+void multiply_block(const Product<T>& p, int64_t first, int64_t rows, int64_t panel_begin, int64_t panel_end) {
+  constexpr int64_t kChunkSteps = 2048, kAhead = 8192;
+  alignas(64) float sums[kBlockRows * kPanelColumns], bias[kPanelColumns] = {};
+  const Layout& layout = p.layout;
+  const int64_t chunks = std::max<int64_t>(1, parts_of(layout.steps, kChunkSteps));
+  const int64_t tiles = parts_of(rows, kTileRows);
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    const int64_t columns = layout.columns(panel), width = layout.vectors(panel) * kLanes;
+    for (int64_t n = 0; p.bias && n < columns; ++n)
+      bias[n] = float(p.bias[panel * kPanelColumns + n]);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t step = part_begin(layout.steps, chunks, chunk);
+      const int64_t steps = part_begin(layout.steps, chunks, chunk + 1) - step, bytes = steps * width * kStepBytes;
+      const bool is_last = chunk + 1 == chunks;
+      Tile tile{};
+      tile.x_stride = p.x_stride * sizeof(T);
+      tile.weight = p.weight + layout.offset(panel) + step * width * kStepBytes;
+      tile.half_step = is_last && layout.in_features % kPerStep<T> != 0;
+      tile.steps = steps - tile.half_step;
+      tile.columns = int(columns), tile.rounded = is_last;
+      tile.start_stride = chunk == 0 ? 0 : kPanelColumns;
+      tile.out_stride = is_last ? layout.out_features : kPanelColumns;
+      // One tile reads the weight at the memory's pace, and asks for what it needs next. Of several, which take
+      // longer, the first ones ask for shares of the next chunk; after the last one there is none.
+      const bool is_end = is_last && panel + 1 == panel_end;
+      const int64_t askers = std::min<int64_t>(tiles, kPanelVectors);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t r = part_begin(rows, tiles, t), count = part_begin(rows, tiles, t + 1) - r;
+        tile.x = reinterpret_cast<const char*>(p.x + (first + r) * p.x_stride) + step * kStepBytes;
+        tile.start = chunk == 0 ? bias : sums + r * kPanelColumns;
+        tile.out = is_last ? static_cast<void*>(p.out + (first + r) * layout.out_features + panel * kPanelColumns)
+                           : static_cast<void*>(sums + r * kPanelColumns);
+        const bool asks = tiles == 1 || (!is_end && t < askers);
+        tile.ahead = tile.weight + (!asks ? 0 : tiles == 1 ? kAhead : bytes + bytes / askers * t);
+        tile.ahead_step = asks ? width * kStepBytes / askers : 0;
+        tile_kernel<T>(int(count), int(width / kLanes))(tile);
+      }
+    }
+  }
+}
+
+template <typename T>
+void multiply(const Product<T>& p) {
+  const Division division = divide(p.rows, p.layout, at::get_num_threads());
+  const int64_t panels = p.layout.panels(), units = division.blocks * division.groups;
+  std::atomic<int64_t> next{0};
+  const auto run = [&](int64_t, int64_t) {
+    for (int64_t unit = next++; unit < units; unit = next++) {
+      const int64_t block = unit / division.groups, group = unit % division.groups;
+      const int64_t first = part_begin(p.rows, division.blocks, block);
+      multiply_block(
+          p, first, part_begin(p.rows, division.blocks, block + 1) - first,
+          part_begin(panels, division.groups, group), part_begin(panels, division.groups, group + 1));
+    }
+  };
+  if (division.threads == 1)
+    run(0, 1);
+  else
+    at::parallel_for(0, division.threads, 1, run);
+}
+
+}  // namespace chunkc
+#endif

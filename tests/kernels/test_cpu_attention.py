@@ -1,0 +1,153 @@
+"""The C++ body's own paths: few rows and many, every instruction set it can be built for, what its layouts rest on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkc.kernels import cpu_backend, reference
+from chunkc.kernels.cases import MixedCase, make_case, tolerance
+from chunkc.kernels.tasks import AttentionShape, plan_tasks
+
+from .oracle import expected
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# Builds the body with other flags and compares it with the reference.
+VARIANT = """
+import dataclasses, sys, torch
+from chunkc.kernels import cpu_backend, ops, reference
+from chunkc.kernels.cases import make_case, tolerance
+from chunkc.kernels.tasks import AttentionShape
+flags = tuple(f for f in cpu_backend.LIBRARY.flags if not f.startswith("-march")) + tuple(sys.argv[1:])
+cpu_backend.LIBRARY = dataclasses.replace(cpu_backend.LIBRARY, flags=flags)
+assert cpu_backend.load()
+torch.set_num_threads(1)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for qk_dim, v_dim in ((16, 16), (24, 40), (33, 17), (64, 64), (80, 96), (192, 128)):
+        for group in (1, 3, 5, 12):
+            shape = AttentionShape(2 * group, 2, qk_dim, v_dim, window=50 if group == 3 else 0)
+            case = make_case([1, 30, 3], [150, 100, 70], shape, dtype=dtype, sinks=True, softcap=4.0 * (group == 5))
+            table = case.plan(kv_split=64)
+            want = reference.mixed_attention(*case.arguments(table))
+            torch.testing.assert_close(case.run(table), want, **tolerance(dtype))
+"""
+
+
+@pytest.fixture(autouse=True)
+def cpp() -> None:
+    assert cpu_backend.load()
+
+
+def check(case: MixedCase, **plan: int | None) -> None:
+    torch.testing.assert_close(case.run(case.plan(**plan)).double(), expected(case), **tolerance(case.q.dtype))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["-march=x86-64", "-march=haswell", "-march=skylake-avx512"],  # portable, AVX2, AVX512 without bfloat16 products
+)
+def test_every_instruction_set(flags: str, tmp_path: Path) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("the flags are those of x86")
+    here = Path("/proc/cpuinfo").read_text().split()
+    if ("avx512" in flags and "avx512vl" not in here) or ("haswell" in flags and "avx2" not in here):
+        pytest.skip("this CPU cannot run it")
+    environment = {**os.environ, "CHUNKC_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", VARIANT, flags]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [4, 8, 9, 16, 33])
+def test_decodes_of_large_groups(group: int, dtype: torch.dtype) -> None:
+    """Rows of a decode are dot products up to some number and register tiles above."""
+    check(make_case([1, 1, 1], [5, 130, 64], AttentionShape(2 * group, 2, 64, 64), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(1, 1), (17, 33), (63, 65), (31, 8)])
+def test_odd_head_dims(qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    check(make_case([1, 40], [90, 70], AttentionShape(4, 2, qk_dim, v_dim), dtype=dtype), kv_split=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 3.0])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_any_scale(scale: float, softcap: float, dtype: torch.dtype) -> None:
+    case = make_case([1, 40], [90, 70], AttentionShape(4, 2, 32, 32), dtype=dtype, softcap=softcap)
+    check(dataclasses.replace(case, scale=scale))
+
+
+@pytest.mark.parametrize("window", [3, 20, 64, 100])
+@pytest.mark.parametrize("q_block", [8, 64, 256])
+def test_blocks_wider_than_the_window(window: int, q_block: int) -> None:
+    """Of a tile only the rows that see it are computed; between the tiles of one block these move on."""
+    shape = AttentionShape(6, 2, 32, 32, window=window)
+    check(make_case([200, 1], [230, 150], shape, page_size=16), q_block=q_block)
+
+
+@pytest.mark.parametrize("chunk", [16, 70])
+def test_blocks_wider_than_a_chunk(chunk: int) -> None:
+    check(make_case([200], [230], AttentionShape(4, 2, 32, 32, chunk=chunk)), q_block=256)
+
+
+def test_a_step_of_many_small_tasks_runs_on_the_threads_there_are() -> None:
+    case = make_case([1] * 40, [1 + 37 * i % 300 for i in range(40)], AttentionShape(6, 2, 64, 64))
+    want = case.run(case.plan(kv_split=16))
+    for threads in (2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(case.run(case.plan(kv_split=16)), want)
+
+
+def test_two_python_threads_with_thread_counts_of_their_own() -> None:
+    """As when prefill and decode run side by side: each thread sets its own number, nothing is shared."""
+    shape = AttentionShape(6, 2, 64, 64)
+    jobs = [(make_case([1] * 6, [700] * 6, shape), 1), (make_case([300], [400], shape, seed=1), 2)]
+    want = [case.run() for case, _ in jobs]
+    got: list[list[torch.Tensor]] = [[], []]
+
+    def work(index: int) -> None:
+        case, threads = jobs[index]
+        torch.set_num_threads(threads)
+        got[index] = [case.run() for _ in range(20)]
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for results, right in zip(got, want, strict=True):
+        assert len(results) == 20 and all(torch.equal(result, right) for result in results)
+
+
+def test_an_error_in_a_task_of_one_thread_reaches_the_caller() -> None:
+    case = make_case([1] * 8, [700] * 8, AttentionShape(6, 2, 64, 64))
+    torch.set_num_threads(2)
+    args = list(case.arguments(case.plan()))
+    args[7] = args[7].clone()
+    args[7][5, 20] = 10**6
+    with pytest.raises(IndexError, match="page"):
+        torch.ops.chunkc.mixed_attention(*args)
+
+
+def test_infinite_scores_are_as_in_the_reference() -> None:
+    """Scores of -inf weigh nothing; rows that see nothing else are 0 or NaN as in the reference, not garbage."""
+    case = make_case([1, 20], [40, 40], AttentionShape(4, 2, 32, 32))
+    case.q[:] = case.q.abs()
+    keys = case.k_pages.nan_to_num()
+    keys[:, :, ::2] = -torch.inf
+    case = dataclasses.replace(case, k_pages=keys)
+    m = case.metadata
+    table = plan_tasks(m.q_offsets, m.kv_lens, case.shape, page_size=16, units=1)
+    want = reference.mixed_attention(*case.arguments(table))
+    torch.testing.assert_close(case.run(table), want, equal_nan=True, **tolerance(torch.float32))
