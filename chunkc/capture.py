@@ -25,6 +25,7 @@ from torch import fx, nn
 import chunkc.kernels.ops  # noqa: F401  (registers chunkc::attention)
 from chunkc import compat
 from chunkc.errors import UnsupportedModelError
+from chunkc.functional import functional_module
 from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, fake_mode_of, placeholders, symbol_of, value
 from chunkc.passes.size_guards import failing_guards
 
@@ -84,9 +85,7 @@ def capture(model: nn.Module, route: str) -> Captured:
         with torch.no_grad(), compat.one_graph_for_every_size(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # export's own, about its internals
             program = torch.export.export(wrapper, (ids, ids.clone()), dynamic_shapes=sizes, strict=False)
-            # an empty table decomposes nothing; it functionalises in-place ops and drops aliases
-            program = program.run_decompositions({})
-            graph_module = compat.exported_module(program)
+            graph_module = functional_module(program)
     except UnsupportedModelError:
         raise
     except Exception as error:  # export fails in as many ways as models are written

@@ -120,6 +120,22 @@ def _building_in(pool: Executor) -> Iterator[list[Callable[[], Any]]]:
         yield builds
 
 
+def prepare_compiler() -> None:
+    """Do ahead, perhaps in another thread, what Inductor's first compilation on a machine does: it takes seconds.
+
+    That is to find the CPU's vector instructions and to precompile headers; both are kept by Inductor. A library of
+    nothing is built for it.
+    """
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    CppWrapperCodeCache.load_pybinding_async(
+        ["std::vector<AtenTensorHandle>"],
+        "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {} // at::vec::Vectorized",
+        num_outputs=1,
+        submit_fn=lambda build: None,  # headers are made before this; the library itself is of no use
+    )
+
+
 def load(library: Path) -> GraphFunction:
     """The function of a library that ``compile_to_libraries`` made, in this process or another.
 

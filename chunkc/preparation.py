@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from chunkc import artifacts, inductor
-from chunkc.errors import ChunkcError, UnsupportedModelError
+from chunkc.errors import UnsupportedModelError
 from chunkc.fingerprint import CannotTell, fingerprint
 from chunkc.kernels import cpu_backend, packed_linear, planner
 from chunkc.lower import lower
@@ -77,7 +77,7 @@ def from_scratch(
         UnsupportedModelError: see ``rewrite``; also passes whose result cannot be served.
     """
     start = time.perf_counter()
-    _build_ahead()
+    _build_ahead(mode)
     rewritten = rewrite(model, passes=passes, dump=dump)
     context, graph_module = rewritten.context, rewritten.graph_module
     if not context.facts >= {"paged", "logits_gathered"}:
@@ -107,18 +107,23 @@ def from_scratch(
     return Preparation(prepared, graph, "the model", time.perf_counter() - start, before_lowering, constants)
 
 
-def _build_ahead() -> None:
-    """Have the native libraries built, where they are not yet, while the model is captured.
+def _build_ahead(mode: str) -> None:
+    """Have the native libraries built and the compiler made ready, where they are not yet, during capture.
 
     Who needs one waits for its lock, and meets the error of a build that failed by building it again.
     """
 
-    def build() -> None:
-        for library in (packed_linear.LIBRARY, cpu_backend.LIBRARY, planner.LIBRARY):
-            with contextlib.suppress(ChunkcError):
-                library.find_or_build()
+    tasks = [packed_linear.LIBRARY.find_or_build, cpu_backend.LIBRARY.find_or_build, planner.LIBRARY.find_or_build]
+    if mode == "compiled":
+        tasks.insert(1, inductor.prepare_compiler)
 
-    threading.Thread(target=build, name="chunkc-build", daemon=True).start()
+    def build() -> None:
+        while tasks:
+            with contextlib.suppress(Exception):
+                tasks.pop(0)()
+
+    for _ in range(2):  # compilers run in processes of their own
+        threading.Thread(target=build, name="chunkc-build", daemon=True).start()
 
 
 def keep(key: str | None, work: Preparation) -> None:
