@@ -153,6 +153,12 @@ def make_case(
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """``rtol`` and ``atol`` against exact arithmetic on the same inputs, for values of about unit variance.
 
-    The error is that of float32 sums (of scores up to about 50) and the rounding of the result to ``dtype``.
+    The error is that of float32 sums (of scores up to about 50) and the rounding of the result to ``dtype``. In
+    bfloat16 a body may also round the weights of the softmax: each is then off by up to eps / 2 of itself, and the
+    result by up to eps / 2 times the mean distance of the values from it (about 1, more where few keys weigh much)
+    if the weights still sum up to 1. Measured against float64 in 2e8 elements, what remains beyond ``rtol`` is up
+    to 0.63 eps with rounded weights and below 1e-6 with float32 ones; the root mean square of all errors grows by
+    1% where a few keys weigh most and by 30% in wide averages (from 1.1e-4 to 1.4e-4 over 700 keys).
     """
-    return {"rtol": max(1e-5, torch.finfo(dtype).eps), "atol": 2e-5}
+    eps = torch.finfo(dtype).eps
+    return {"rtol": max(1e-5, eps), "atol": 0.75 * eps if dtype == torch.bfloat16 else 2e-5}

@@ -2,10 +2,13 @@
 //
 //   * Each key and value is read from memory once, for all rows, and as it lies there: nothing is packed.
 //   * Scores are dot products along the rows of keys. The sums across lanes are done for kLanes keys at a time.
+//   * Where bfloat16 are multiplied in pairs the weights are rounded to bfloat16, as in a prefill (see there), and two
+//     values are multiplied at a time.
 //   * While the keys of a tile are scored the next tile's keys are fetched ahead, and so with the values.
 #pragma once
 
 #include "cpu_call.h"
+#include "cpu_pairs.h"
 
 namespace chunkc {
 
@@ -76,7 +79,7 @@ void score_keys(
   }
 }
 
-// output[r] = rescale[r] * output[r] + sum_j weights[r][j] values[j] for C chunks of columns from d on.
+// output[r] = rescale[r] * output[r] + sum_j weights[r][j] values[j] (weights as soft_max leaves them) for C chunks of columns from d on.
 template <typename T, int ROWS, int C>
 void add_columns(
     const T* const* values, int64_t count, const float* weights, const float* rescale, float* output, int64_t d,
@@ -89,15 +92,40 @@ void add_columns(
     for (int i = 0; i < 2 * C; ++i)
       sums[r][i] = load(output + r * stride + d + i * kLanes) * rescale[r];
   }
-  for (int64_t j = 0; j < count; ++j) {
-    ahead.fetch(j);
-    CHUNKC_UNROLL
-    for (int i = 0; i < C; ++i) {
-      const Floats value = widen(load_chunk(values[j] + d + i * kChunk, C == 1 ? std::min(dim - d, kChunk) : kChunk));
+  const int64_t n = C == 1 ? std::min(dim - d, kChunk) : kChunk;
+  if constexpr (kPairsKeys<T>) {
+    // Two keys at a time. The loads cost the same, and the products, which hold up a group of rows, half.
+    const auto step = [&](int64_t j, const T* second, int64_t second_n) __attribute__((always_inline)) {
       CHUNKC_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        sums[r][2 * i] += weights[r * kTile + j] * value.first;
-        sums[r][2 * i + 1] += weights[r * kTile + j] * value.second;
+      for (int i = 0; i < C; ++i) {
+        VecInt pairs[2];
+        pair_chunks(load_chunk(values[j] + d + i * kChunk, n), load_chunk(second + d + i * kChunk, second_n), pairs);
+        CHUNKC_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+          const Pair weight = reinterpret_cast<const Pair*>(weights + r * kTile)[j / 2];
+          sums[r][2 * i] = add_multiple(sums[r][2 * i], weight, pairs[0]);
+          sums[r][2 * i + 1] = add_multiple(sums[r][2 * i + 1], weight, pairs[1]);
+        }
+      }
+    };
+    for (int64_t j = 0; j + 1 < count; j += 2) {
+      ahead.fetch(j);
+      ahead.fetch(j + 1);
+      step(j, values[j + 1], n);
+    }
+    if (count % 2)  // what lies behind the last key may be NaN: its partner is zeros
+      step(count - 1, values[count - 1], 0);
+  } else {
+    for (int64_t j = 0; j < count; ++j) {
+      ahead.fetch(j);
+      CHUNKC_UNROLL
+      for (int i = 0; i < C; ++i) {
+        const Floats value = widen(load_chunk(values[j] + d + i * kChunk, n));
+        CHUNKC_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+          sums[r][2 * i] += weights[r * kTile + j] * value.first;
+          sums[r][2 * i + 1] += weights[r * kTile + j] * value.second;
+        }
       }
     }
   }
@@ -109,7 +137,7 @@ void add_columns(
   }
 }
 
-// All columns, in the order of `widen` and padded to chunks.
+// All columns, in the order of `widen` or `pair_chunks` and padded to chunks.
 template <typename T, int ROWS>
 void add_values(
     const T* const* values, int64_t count, const float* weights, const float* rescale, float* output, int64_t dim,
@@ -241,10 +269,19 @@ class FewRows {
     const Vec base = splat(peak == kMinusInf ? 0.0f : peak);
     const float rescale = exp2_nonpositive(splat(old_peak) - base)[0];
     Vec total = load(totals_ + r * kLanes) * rescale;
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      const Vec weight = exp2_nonpositive(load(scores + j) - base);
-      store(scores + j, weight);
-      total += weight;
+    const auto weight = [&](int64_t j) { return exp2_nonpositive(load(scores + j) - base); };
+    if constexpr (kPairsKeys<T>) {
+      for (int64_t j = 0; j < padded; j += 2 * kLanes) {  // over the scores that have been read
+        const VecInt pairs = pair_neighbours(weight(j), j + kLanes < padded ? weight(j + kLanes) : Vec{});
+        store(scores + j / 2, as<Vec>(pairs));
+        total = add_pairs(total, pairs);
+      }
+    } else {
+      for (int64_t j = 0; j < padded; j += kLanes) {
+        const Vec w = weight(j);
+        store(scores + j, w);
+        total += w;
+      }
     }
     store(totals_ + r * kLanes, total);
     ws_.peak[r] = peak;
@@ -258,7 +295,7 @@ class FewRows {
       float widened[kChunk];
       std::copy_n(row + d, kChunk, widened);
       for (int64_t i = 0; i < kChunk; ++i)
-        row[d + i] = widened[widened_index<T>(i)];
+        row[d + i] = widened[kPairsKeys<T> ? paired_index(i) : widened_index<T>(i)];
     }
   }
 

@@ -5,12 +5,14 @@
 //     the pages; only what the products cannot read (float16, say) is widened to float first, once per task.
 //   * Scores are held transposed, S^T [keys][rows]: a vector holds the scores of several rows for one key, so masks,
 //     softcap, exp and the online softmax need no sums across the lanes of a vector. They stay in the cache.
-//   * O [rows][v_dim] is the running output, rescaled while P V is added. The weights P keep float's precision.
+//   * O [rows][v_dim] is the running output, rescaled while P V is added. The weights P keep float's precision, but
+//     where bfloat16 are multiplied in pairs: there they are rounded to bfloat16, as P V would take twice as long, and
+//     a tile's values are laid out once in pairs along the keys.
 //   * Of a tile on the edge of the mask, only the rows that see some of it take part (in whole vectors).
 #pragma once
 
 #include "cpu_call.h"
-#include "cpu_products.h"
+#include "cpu_pairs.h"
 
 namespace chunkc {
 
@@ -71,11 +73,33 @@ class ManyRows {
         keys.find(end, next_count, key_rows);
         fetch(key_rows, next_count, keys.dim);
       }
-      const float* const* floats = as_floats(value_rows, count, values.dim, ws_.values, ws_.value_rows);
-      multiply<float>(
-          ws_.weight_columns.data() + from, padded_, floats, count, ws_.output.data() + from * vd_, vd_,
-          ws_.rescale.data() + from, std::min(to, rows_) - from, 0, vd_);
+      if constexpr (kPairsKeys<T>)
+        add_values(as_pairs(value_rows, count, values.dim), (count + 1) / 2, from, to);
+      else
+        add_values(as_floats(value_rows, count, values.dim, ws_.values, ws_.value_rows), count, from, to);
     }
+  }
+
+  // O = rescale * O + P V of the rows from .. to - 1.
+  template <typename E>
+  void add_values(const E* const* values, int64_t depth, int64_t from, int64_t to) const {
+    const E* const* weights = reinterpret_cast<const E* const*>(ws_.weight_columns.data());
+    multiply(
+        weights + from, padded_, values, depth, ws_.output.data() + from * vd_, vd_, ws_.rescale.data() + from,
+        std::min(to, rows_) - from, 0, vd_);
+  }
+
+  // Rows of values, two in one. A last one without partner is paired with zeros, whose weight is 0 too: what lies
+  // behind it may be NaN.
+  const Pair* const* as_pairs(const T* const* rows, int64_t count, int64_t dim) const {
+    const int64_t padded = round_up(dim, kChunk);
+    float* to = ws_.values.reserve(kTile / 2 * padded);
+    const float** pointers = ws_.value_rows.reserve(kTile);
+    for (int64_t j = 0; j < count; j += 2, to += padded) {
+      interleave(rows[j], j + 1 < count ? rows[j + 1] : nullptr, dim, reinterpret_cast<Pair*>(to));
+      pointers[j / 2] = to;
+    }
+    return reinterpret_cast<const Pair* const*>(pointers);
   }
 
   static CHUNKC_INLINE void fetch(const T* const* rows, int64_t count, int64_t dim) {
@@ -184,10 +208,26 @@ class ManyRows {
     const Vec rescale = exp2_nonpositive(old_peak - base);
     const float factor = edit ? 1.0f : scale * kLog2E;
     Vec total = load(ws_.total.data() + r) * rescale;
-    for (int64_t j = 0; j < count; ++j) {
-      const Vec weight = exp2_nonpositive(load(scores + j * padded_) * factor - base);
-      store(scores + j * padded_, weight);
-      total += weight;
+    const auto exponent = [&](int64_t j) { return load(scores + j * padded_) * factor - base; };
+    if constexpr (kPairsKeys<T>) {
+      // The pairs go over the scores that have been read. The total is that of the rounded weights: so they still
+      // average the values (the weights over the total sum up to 1), and what rounding shifts is at most its share of
+      // the values' distances from the result, not of the values; equal values come out as they are.
+      const auto put = [&](int64_t pair, Vec first, Vec second) {
+        const VecInt weights = round_to_pairs(first, second);
+        store(scores + pair * padded_, as<Vec>(weights));
+        total = add_pairs(total, weights);
+      };
+      for (int64_t j = 0; j + 1 < count; j += 2)
+        put(j / 2, coarse_exp2(exponent(j)), coarse_exp2(exponent(j + 1)));
+      if (count % 2)
+        put(count / 2, coarse_exp2(exponent(count - 1)), Vec{});
+    } else {
+      for (int64_t j = 0; j < count; ++j) {
+        const Vec weight = exp2_nonpositive(exponent(j));
+        store(scores + j * padded_, weight);
+        total += weight;
+      }
     }
     store(ws_.peak.data() + r, peak);
     store(ws_.total.data() + r, total);

@@ -7,8 +7,9 @@ namespace chunkc {
 
 constexpr int kTileRows = 6;  // rows of a register tile
 
-// Two neighbouring bfloat16 of the dimension that is summed over: an element of a matrix of half that depth.
-struct __attribute__((packed, aligned(2))) Pair {
+// Two neighbouring bfloat16 of the dimension that is summed over: an element of a matrix of half that depth. Read from
+// memory that other types were written to.
+struct __attribute__((packed, aligned(2), may_alias)) Pair {
   int32_t bits;
 };
 

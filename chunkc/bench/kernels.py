@@ -233,8 +233,7 @@ def _footer(products: dict[int, tuple[str, list[float], list[float]]], dtype_nam
 
 LEGEND = """\
 Medians over the rounds. The limit of a decode is the rate at which memory is read in order, that of a prefill the rate
-of products of 64 rows in the cache (in the dtype of the inputs; we keep weights in float32, so that in bfloat16 half of
-the operations run at the float32 rate), and that of a mixed batch the time that its decodes and its chunk take one
-after the other. Reached: keys and values read once, operations of visible pairs. SDPA and flex: how many times longer
-torch takes, with keys and values in one piece; SDPA is called per request. Memory lies on huge pages where the system
-grants them (but for the cache with --small-pages)."""
+of products of 64 rows in the cache (in the dtype of the inputs), and that of a mixed batch the time that its decodes
+and its chunk take one after the other. Reached: keys and values read once, operations of visible pairs. SDPA and flex:
+how many times longer torch takes, with keys and values in one piece; SDPA is called per request. Memory lies on huge
+pages where the system grants them (but for the cache with --small-pages)."""
