@@ -26,6 +26,7 @@ import chunkc.kernels.ops  # noqa: F401  (registers chunkc::attention)
 from chunkc import compat
 from chunkc.errors import UnsupportedModelError
 from chunkc.functional import functional_module
+from chunkc.live_code import attention_is_known
 from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, fake_mode_of, placeholders, symbol_of, value
 from chunkc.passes.size_guards import failing_guards
 
@@ -75,6 +76,11 @@ def capture(model: nn.Module, route: str) -> Captured:
         UnsupportedModelError: the model cannot be exported by this route.
     """
     if route == "interface":
+        for config in _configs(model):
+            if not attention_is_known(config._attn_implementation):
+                raise UnsupportedModelError(
+                    f"its attention {config._attn_implementation!r} is a function of your own, not to be replaced"
+                )
         compat.register_attention(INTERFACE, _attention_function, _mask_function)
         model = _with_attention(model, INTERFACE)
     wrapper = _LogitsOnly(model)

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from chunkc.capture import logits_of
-from chunkc.errors import VerificationError
+from chunkc.errors import UnsupportedModelError, VerificationError
 from chunkc.kernels.metadata import AttentionMetadata
 from chunkc.passes.execute import run_on_prompt
 from chunkc.passes.fx_tools import module_path
@@ -66,6 +66,7 @@ def verify(
 
     Raises:
         VerificationError: the logits differ by more than rounding.
+        UnsupportedModelError: the model's own logits are not finite.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = probe_lengths(layers, runner.max_positions)
@@ -75,6 +76,10 @@ def verify(
     with torch.no_grad():
         for prompt, logits in zip(prompts, ours, strict=True):
             expected = logits_of(reference, prompt[None], torch.arange(len(prompt))[None])[0]
+            if not expected.isfinite().all():
+                raise UnsupportedModelError(
+                    "the model's own logits are not finite", hint="Look for NaN or infinity in its weights."
+                )
             errors.append(_row_errors(logits, expected))
     dtype = expected.dtype
     rows = torch.cat(errors)

@@ -6,6 +6,7 @@ model ──capture, passes, lowering, or the cache (preparation.py)──> call
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ from chunkc.report import CompileReport
 from chunkc.runtime.cache_size import choose_num_pages
 from chunkc.runtime.engine import Engine
 from chunkc.runtime.runner import GraphRunner, bytes_per_page
+
+#: neither torch.export nor Inductor can do two at once in a process
+_one_at_a_time = threading.Lock()
 
 
 def compile(
@@ -88,6 +92,8 @@ def compile(
         model, loaded_tokenizer = load(model, dtype=dtype)
         tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
     reference = _reference(model, resolve_dtype(dtype))
+    if isinstance(passes, str):
+        passes = [passes]
     key = None if passes or dump is not None or mode != "compiled" else preparation.key_for(reference)
     work = preparation.from_cache(key, reference)
     if work is not None:
@@ -99,7 +105,8 @@ def compile(
             preparation.forget(key)
             work = None
     if work is None:
-        work = preparation.from_scratch(reference, passes=passes, dump=dump, mode=mode)
+        with _one_at_a_time:
+            work = preparation.from_scratch(reference, passes=passes, dump=dump, mode=mode)
         runner, report = _check_and_report(work, reference, config, verify, mode)
         if verify == "on":
             preparation.keep(key, work)

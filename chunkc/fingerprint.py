@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import sys
+import types
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,26 +21,24 @@ from torch import nn
 
 import chunkc
 from chunkc.artifacts import key_of
+from chunkc.live_code import CannotTell, code_of
 
 #: packages whose code is told by their version
 _KNOWN = ("torch", "transformers")
 #: members of every module that its class or ``_describe`` covers, or that inference does not look at
 _COVERED = {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "generation_config"}
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
-class CannotTell(Exception):
-    """Why a model has no fingerprint, in words."""
-
-
 def fingerprint(model: nn.Module) -> str:
-    """Key of a model in evaluation mode, its code, and the code of chunkc and of the libraries.
+    """Key of a model in evaluation mode, its code as it stands in this process, and chunkc's.
 
     Raises:
         CannotTell: it has none; the message says why.
     """
     versions = [f"{name} {metadata.version(name)}" for name in _KNOWN]
-    return key_of(*versions, _own_sources(), *_describe(model))
+    return key_of(*versions, _own_sources(), *code_of(model), *_describe(model))
 
 
 @functools.cache
@@ -55,6 +54,8 @@ def _own_sources() -> str:
 
 def _describe(model: nn.Module) -> Iterator[str]:
     seen: dict[int, str] = {}
+    if any(getattr(torch.nn.modules.module, hooks, None) for hooks in _GLOBAL_HOOKS):
+        raise CannotTell("there are hooks on all modules")
     for path, module in model.named_modules(remove_duplicate=False):
         yield f"{path}: {_class_of(module)}"
         if path and id(module) in seen:
@@ -70,12 +71,8 @@ def _describe(model: nn.Module) -> Iterator[str]:
 
 
 def _class_of(module: nn.Module) -> str:
-    for base in type(module).__mro__:
-        if base is not object and base.__module__.partition(".")[0] not in (*_KNOWN, "builtins", "typing", "abc"):
-            raise CannotTell(f"{base.__module__}.{base.__qualname__} is neither torch's nor transformers'")
-    forward = getattr(type(module), "forward", None)
-    if getattr(forward, "__module__", "").partition(".")[0] not in _KNOWN:
-        raise CannotTell(f"the forward of {type(module).__qualname__} was replaced")
+    if not _is_found(type(module).__module__, type(module).__qualname__, type(module)):
+        raise CannotTell(f"{type(module).__qualname__} is not the class of that name in {type(module).__module__}")
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
@@ -100,6 +97,8 @@ def _member(path: str, member: Any) -> str:
         return f"set[{', '.join(sorted(_member(path, item) for item in member))}]"
     if isinstance(member, dict):
         return f"dict[{', '.join(f'{key!r}: {_member(path, item)}' for key, item in sorted(member.items(), key=str))}]"
+    if isinstance(member, types.MethodType):
+        raise CannotTell(f"{path} is bound to an object")
     if isinstance(member, functools.partial):
         return f"partial {_member(path, member.func)} {_member(path, member.args)} {_member(path, member.keywords)}"
     if hasattr(member, "to_dict") and type(member).__module__.startswith("transformers."):

@@ -52,7 +52,7 @@ class NativeLibrary:
         """
         folder = cache_dir() / f"{self.name}-{self._key()}"
         library = folder / f"{self.name}.so"
-        if library.exists():
+        if _is_whole(library):
             return library
         cxx = compiler()
         if cxx is None:
@@ -60,7 +60,7 @@ class NativeLibrary:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _file_lock(folder / "lock"):
-                if not library.exists():  # else another process built it while this one waited
+                if not _is_whole(library):  # else another process built it while this one waited
                     self._compile(cxx, library)
         except OSError as error:
             raise ChunkcError(
@@ -81,6 +81,8 @@ class NativeLibrary:
                     f"{cxx} could not build chunkc's library {self.name} (exit status {result.returncode}).\n"
                     f"{' '.join(command)}\n{result.stderr[-4000:]}"
                 )
+            # first the hash: a library without its own is built again, one with it is never half of one
+            _hash_file(library).write_text(hashlib.sha256(built.read_bytes()).hexdigest())
             os.replace(built, library)
 
     def _key(self) -> str:
@@ -90,6 +92,18 @@ class NativeLibrary:
         if self.torch:
             facts += [torch.__version__, sys.version]
         return hashlib.sha256(b"\0".join(parts + [fact.encode() for fact in facts])).hexdigest()[:16]
+
+
+def _hash_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there as it was built: loading half of one kills the process."""
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest() == _hash_file(library).read_text()
+    except OSError:
+        return False
 
 
 def cache_dir() -> Path:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, masking_utils
+from transformers.models.llama import modeling_llama
 
 from chunkc.capture import shadow
-from chunkc.fingerprint import CannotTell, fingerprint
+from chunkc.fingerprint import fingerprint
+from chunkc.live_code import CannotTell
 
 SIZES = {
     "vocab_size": 40,
@@ -101,8 +104,8 @@ def unknown_member(changed: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     "change, why",
     [
-        (own_module, "OwnNorm is neither"),
-        (own_forward, "norm.forward is a"),
+        (own_module, "OwnNorm.forward is code of"),
+        (own_forward, "norm.forward is bound"),
         (hook, "model.norm has hooks"),
         (unknown_member, "norm.factor is a object"),
     ],
@@ -114,8 +117,40 @@ def test_what_cannot_be_told_has_none(change, why):
         fingerprint(changed)
 
 
-def test_a_class_whose_forward_was_replaced_has_none(monkeypatch):
+def wrapped(function):
+    """A function that only its code tells from the one that it wraps."""
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        (modeling_llama.LlamaMLP, "forward"),
+        (modeling_llama.LlamaMLP, "__call__"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (modeling_llama, "create_causal_mask"),
+        (modeling_llama, "eager_attention_forward"),
+        (masking_utils, "causal_mask_function"),
+    ],
+)
+def test_a_model_whose_librarys_code_was_replaced_has_none(owner, name, monkeypatch):
+    monkeypatch.setattr(owner, name, wrapped(getattr(owner, name)))
+    with pytest.raises(CannotTell, match="is code of"):
+        fingerprint(model())
+
+
+def test_a_class_of_the_same_name_is_another():
     changed = model()
-    monkeypatch.setattr(type(changed.model.norm), "forward", lambda self, x: x * 2)
-    with pytest.raises(CannotTell, match="forward of LlamaRMSNorm was replaced"):
+    original = type(changed.model.norm)
+    changed.model.norm.__class__ = type(original.__name__, (original,), {"__module__": original.__module__})
+    with pytest.raises(CannotTell, match="is not the class of that name"):
         fingerprint(changed)
+
+
+def test_hooks_on_all_modules_are_seen():
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        with pytest.raises(CannotTell, match="hooks on all modules"):
+            fingerprint(model())
+    finally:
+        handle.remove()

@@ -43,7 +43,7 @@ def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
         assert process.returncode == 0, err
         assert out.strip() == "[True, True] cpp []"
     files = [p.name for p in (tmp_path / "cache").glob("cpu_attention-*/**/*") if p.is_file()]
-    assert sorted(files) == ["cpu_attention.so", "lock"], "one library, and no half-built one"
+    assert sorted(files) == ["cpu_attention.sha256", "cpu_attention.so", "lock"], "one library, and no half-built one"
 
 
 def test_without_a_compiler_one_warning_and_the_reference(tmp_path: Path) -> None:

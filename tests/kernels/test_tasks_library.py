@@ -37,7 +37,7 @@ def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and out.endswith("[0, 1]\n"), err
     files = [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()]
-    assert sorted(files) == ["lock", "planner.so"]
+    assert sorted(files) == ["lock", "planner.sha256", "planner.so"]
 
 
 def test_without_a_compiler_the_plain_plan_serves(tmp_path: Path) -> None:
@@ -71,3 +71,14 @@ def test_a_library_that_does_not_load_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(planner, "LIBRARY", SimpleNamespace(find_or_build=lambda: tmp_path / "planner.so"))
     with pytest.raises(ChunkcError, match="does not load"):
         planner.load()
+
+
+def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path))
+    library = planner.LIBRARY.find_or_build()
+    assert library is not None
+    whole = library.read_bytes()
+    for damage in (b"", whole[:5000], whole[:-1] + b"x"):
+        library.write_bytes(damage)
+        assert planner.LIBRARY.find_or_build() == library
+        assert library.read_bytes() != damage

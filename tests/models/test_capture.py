@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny import VOCAB, build, generate_hf
+from tiny import VOCAB, assert_same_tokens, build, generate_hf, greedy_references
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, masking_utils
 
 import chunkc
 from chunkc.capture import INTERFACE, capture, logits_of, shadow
+from chunkc.config import SamplingParams
 from chunkc.errors import UnsupportedModelError
 
 PROMPT = torch.arange(3, 20)[None]
@@ -200,3 +202,43 @@ def test_the_number_of_tokens_as_a_factor_is_refused():
 
     with pytest.raises(UnsupportedModelError, match="number of tokens"):
         chunkc.compile(Scaled(lambda n: True).eval(), mode="eager", num_pages=8, verify="off")
+
+
+def windowed(module, query, key, value, attention_mask, scaling=None, **keywords):
+    """An attention of the user's own: sees the last 70 tokens, whatever the mask says."""
+    places = torch.arange(query.shape[2])
+    seen = (places[None] <= places[:, None]) & (places[None] > places[:, None] - 70)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def test_an_attention_of_the_users_own_is_served_and_not_replaced():
+    AttentionInterface.register("windowed_of_mine", windowed)
+    AttentionMaskInterface.register("windowed_of_mine", masking_utils.sdpa_mask)
+    model = build("llama")
+    model.set_attn_implementation("windowed_of_mine")
+    engine = chunkc.compile(model, mode="eager", num_pages=64)
+    assert {layer.shape.window for layer in engine._report.layers} == {70}
+    (reference,) = greedy_references(model, (150,), 5, use_cache=False)
+    assert_same_tokens(engine.generate([reference.prompt], SamplingParams(max_new_tokens=5))[0].token_ids, reference)
+
+
+def test_weights_that_are_not_finite_are_the_models_own_fault():
+    model = build("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"own logits are not finite.*NaN or infinity in its weights"):
+        chunkc.compile(model, mode="eager", num_pages=8)
+
+
+def test_two_threads_compile_at_once():
+    models = [build("llama", seed=1), build("gpt2", seed=2)]
+    with ThreadPoolExecutor() as pool:
+        engines = list(pool.map(lambda model: chunkc.compile(model, mode="eager", num_pages=8), models))
+    for model, engine in zip(models, engines, strict=True):
+        (reference,) = greedy_references(model, (9,), 4)
+        assert_same_tokens(
+            engine.generate([reference.prompt], SamplingParams(max_new_tokens=4))[0].token_ids, reference
+        )
