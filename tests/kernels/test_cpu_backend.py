@@ -7,11 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from chunkc.errors import ChunkcError
-from chunkc.kernels import cpu_backend
-
 USE = """
 import warnings, torch
 from chunkc.kernels import cpu_backend
@@ -50,28 +45,3 @@ def test_without_a_compiler_one_warning_and_the_reference(tmp_path: Path) -> Non
     out, err = start(tmp_path, CXX="no-such-compiler").communicate(timeout=60)
     assert out.startswith("[False, False] reference ['chunkc found no C++ compiler"), err
     assert out.count("found no C++ compiler") == 1
-
-
-def test_a_failing_build_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(ChunkcError, match=r"exit status 3(.|\n)*out of luck"):
-        cpu_backend.LIBRARY.find_or_build()
-    assert not list((tmp_path / "cache").rglob("cpu_*.so"))
-
-
-def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ChunkcError, match="CHUNKC_CACHE_DIR"):
-        cpu_backend.LIBRARY.find_or_build()
-
-
-def test_a_cached_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_backend.load()
-    library = cpu_backend.LIBRARY.find_or_build()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert library is not None and cpu_backend.LIBRARY.find_or_build() == library

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc.errors import ChunkcError
 from chunkc.kernels.native import NativeLibrary
 from chunkc.kernels.packed_linear import LIBRARY, PackedWeight, can_pack
 
@@ -139,27 +138,3 @@ def test_the_library_names_all_it_includes() -> None:
         lines = (folder / name).read_text().splitlines()
         todo += [line.split('"')[1] for line in lines if line.startswith('#include "')]
     assert included == set(LIBRARY.sources)
-
-
-def test_native_a_failing_build_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(ChunkcError, match=r"cpu_linear \(exit status 3(.|\n)*out of luck"):
-        LIBRARY.find_or_build()
-    assert [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()] == ["lock"]
-
-
-def test_native_a_folder_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ChunkcError, match="CHUNKC_CACHE_DIR"):
-        LIBRARY.find_or_build()
-
-
-def test_native_a_kept_library_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = LIBRARY.find_or_build()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert built is not None and LIBRARY.find_or_build() == built

@@ -46,24 +46,6 @@ def test_without_a_compiler_the_plain_plan_serves(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_build_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(ChunkcError, match=r"exit status 3(.|\n)*out of luck"):
-        planner.LIBRARY.find_or_build()
-    assert not list((tmp_path / "cache").rglob("*.so"))
-
-
-def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ChunkcError, match="CHUNKC_CACHE_DIR"):
-        planner.LIBRARY.find_or_build()
-
-
 def test_a_library_that_does_not_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "planner.so").write_text("no library")
     monkeypatch.setattr(planner, "_tried", False)
@@ -71,14 +53,3 @@ def test_a_library_that_does_not_load_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(planner, "LIBRARY", SimpleNamespace(find_or_build=lambda: tmp_path / "planner.so"))
     with pytest.raises(ChunkcError, match="does not load"):
         planner.load()
-
-
-def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path))
-    library = planner.LIBRARY.find_or_build()
-    assert library is not None
-    whole = library.read_bytes()
-    for damage in (b"", whole[:5000], whole[:-1] + b"x"):
-        library.write_bytes(damage)
-        assert planner.LIBRARY.find_or_build() == library
-        assert library.read_bytes() != damage
