@@ -142,7 +142,7 @@ class SamplingParams(BaseModel):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise InvalidRequestError("bad sampling parameters: " + _describe(error)) from error
+                raise InvalidRequestError("bad sampling parameters: " + _describe(error, SamplingParams)) from error
 
     def resolve(self, defaults: GenerationDefaults | None = None) -> ResolvedSampling:
         """All values filled in: this object's, else the model's, else HuggingFace's.
@@ -254,6 +254,14 @@ class EngineConfig(BaseModel):
     num_pages: int | None = Field(None, ge=1)
     cache_memory: Annotated[int | None, BeforeValidator(lambda v: v if v is None else parse_memory(v))] = None
 
+    if not TYPE_CHECKING:  # a type checker sees the fields' own signature
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ValueError("bad engine options: " + _describe(error, type(self))) from error
+
     @model_validator(mode="after")
     def _one_cache_size(self) -> EngineConfig:
         if self.num_pages is not None and self.cache_memory is not None:
@@ -271,17 +279,19 @@ def _listed(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, model: type[BaseModel]) -> str:
     """One clause per bad field: its name, what it must be, what it was."""
     clauses = {}
     for item in error.errors(include_url=False):
         name = str(item["loc"][0]) if item["loc"] else "(all)"
         if item["type"] == "extra_forbidden":
-            known = ", ".join(SamplingParams.model_fields)
-            clauses[name] = f"{name} is not a sampling parameter (there are: {known})"
+            known = ", ".join(model.model_fields)
+            what = "a sampling parameter" if model is SamplingParams else "an option"
+            clauses[name] = f"{name} is not {what} (there are: {known})"
             continue
         message = _SHAPES.get(name) or item["msg"][0].lower() + item["msg"][1:]
         if name == "temperature" and item["type"] == "greater_than":
             message += "; for greedy decoding leave do_sample=False"
-        clauses.setdefault(name, f"{name}={item['input']!r}: {message}")
+        message = message.removeprefix("value error, ")
+        clauses.setdefault(name, f"{name}={item['input']!r}: {message}" if item["loc"] else message)
     return "; ".join(clauses.values())

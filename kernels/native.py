@@ -108,7 +108,7 @@ def _is_whole(library: Path) -> bool:
 
 def cache_dir() -> Path:
     """The folder that built libraries are kept in: ``$CHUNKC_CACHE_DIR`` or ``~/.cache/chunkc``."""
-    return Path(os.environ.get("CHUNKC_CACHE_DIR") or Path.home() / ".cache" / "chunkc")
+    return Path(os.environ.get("CHUNKC_CACHE_DIR") or "~/.cache/chunkc").expanduser()
 
 
 def compiler() -> str | None:

@@ -130,5 +130,9 @@ def test_engine_config():
     for values in ({"budget": 0}, {"num_pages": 0}, {"page_size": 0}, {"max_requests": 0}, {"bugdet": 1}):
         with pytest.raises(ValueError, match=next(iter(values))):
             EngineConfig(**values)
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match=r"^bad engine options: num_pages and cache_memory both .* give one of them$"):
         EngineConfig(num_pages=3, cache_memory="1GiB")
+    with pytest.raises(ValueError, match=r"^bad engine options: budget=0: input should be greater than or equal to 1$"):
+        EngineConfig(budget=0)
+    with pytest.raises(ValueError, match=r"^bad engine options: bugdet is not an option \(there are: budget, "):
+        EngineConfig(bugdet=1)
