@@ -45,7 +45,8 @@ def load() -> bool:
             if library is None:
                 warnings.warn(
                     "chunkc found no C++ compiler (looked for $CXX, c++, g++, clang++), so attention on CPU runs on "
-                    "its slow reference body. Install g++ or clang, or set CXX.",
+                    "its slow reference body, linears run on oneDNN and plans are not balanced. Install g++ or clang, "
+                    "or set CXX.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

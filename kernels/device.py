@@ -138,7 +138,7 @@ def cpu(threads: int, itemsize: int = 4) -> DeviceModel:
 
     Each counts with what it reads from memory beside the others, what it packs again out of its caches, and the rate
     of its 512 bit vectors (float32 FMAs, or bfloat16 dot products). There is one size of a block, which fits the
-    caches: a chunk of 512 tokens took the same time within 5% in blocks of 32, 64, 128 and 256 rows.
+    caches: a chunk of 512 tokens took about the same time, within a tenth, in blocks of 32 to 256 rows.
     """
     rate = 100e9 if itemsize == 4 else 200e9
     return DeviceModel("cpu", threads, 1, threads * 20e9, threads * 40e9, threads * rate, 1e-6, itemsize, 1, (64,))
