@@ -30,6 +30,7 @@ from chunkc.prepared import Prepared
 from chunkc.report import CompileReport
 from chunkc.runtime.cache_size import choose_num_pages
 from chunkc.runtime.engine import Engine
+from chunkc.runtime.multiplex import check_cores
 from chunkc.runtime.runner import GraphRunner, bytes_per_page
 
 #: neither torch.export nor Inductor can do two at once in a process
@@ -46,6 +47,8 @@ def compile(
     num_pages: int | None = None,
     cache_memory: int | str | None = None,
     max_requests: int = DEFAULT_MAX_REQUESTS,
+    multiplex: Literal["off", "layers", "streams"] = "off",
+    decode_cores: int | None = None,
     verify: Literal["on", "off"] = "on",
     mode: Literal["compiled", "eager"] = "compiled",
     passes: Sequence[GraphPass | str] | PassPipeline = (),
@@ -64,6 +67,11 @@ def compile(
         num_pages: pages in the cache; or
         cache_memory: bytes for it, as a number or "2GiB". By default a share of the free memory.
         max_requests: requests in progress at a time; more wait.
+        multiplex: how prefill and decode share the machine: "off", in one batch; "layers", in turns, the decodes
+            through all layers and then the prompts through a few of them; "streams", at the same time, on cores of
+            their own. Can be changed while serving (``engine.multiplex``).
+        decode_cores: with "streams", cores for the decodes; the others are for the prefill. None measures what the two
+            cost each other (some seconds) and goes by that.
         verify: "on" compares the compiled graph's logits with the model's before handing out the engine.
         mode: "compiled" by Inductor, or "eager", op by op, for debugging.
         passes: passes beside the core ones (instances or registered names), or a whole ``PassPipeline``.
@@ -87,7 +95,11 @@ def compile(
         page_size=page_size,
         num_pages=num_pages,
         cache_memory=cache_memory,
+        multiplex=multiplex,
+        decode_cores=decode_cores,
     )
+    if multiplex == "streams":
+        check_cores(decode_cores)
     if isinstance(model, (str, Path)):
         model, loaded_tokenizer = load(model, dtype=dtype)
         tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
@@ -111,13 +123,16 @@ def compile(
         if verify == "on":
             preparation.keep(key, work)
     _say_what_is_limited(work.prepared)
-    return Engine(
+    engine = Engine(
         runner,
         config=config,
         tokenizer=tokenizer,
         generation_config=getattr(model, "generation_config", None),
         report=report,
     )
+    if multiplex == "streams" and decode_cores is None:
+        engine.calibrate()
+    return engine
 
 
 def _check_and_report(

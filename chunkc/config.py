@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -244,6 +244,9 @@ class EngineConfig(BaseModel):
         page_size: tokens per page of the key/value cache.
         num_pages: pages in the cache; excludes ``cache_memory``.
         cache_memory: bytes for the cache, or text such as ``"2GiB"``; excludes ``num_pages``.
+        multiplex: how prefill and decode share the machine: ``"off"`` (one batch), ``"layers"`` (in turns, the
+            prefill by layers) or ``"streams"`` (at the same time, on cores of their own).
+        decode_cores: with ``"streams"``, how many cores decode; the others prefill. None goes by a measurement.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -253,6 +256,8 @@ class EngineConfig(BaseModel):
     page_size: int = Field(DEFAULT_PAGE_SIZE, ge=1)
     num_pages: int | None = Field(None, ge=1)
     cache_memory: Annotated[int | None, BeforeValidator(lambda v: v if v is None else parse_memory(v))] = None
+    multiplex: Literal["off", "layers", "streams"] = "off"
+    decode_cores: int | None = Field(None, ge=1)
 
     if not TYPE_CHECKING:  # a type checker sees the fields' own signature
 

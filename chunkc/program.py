@@ -110,11 +110,17 @@ class LoweredGraph:
             for i, part in enumerate(program.parts)
         )
         self._result = places[program.result]
+        self._weight_sizes = {name: weight.numel() for name, weight in weights.items()}
 
     @property
     def num_parts(self) -> int:
         """What layers share and the embedding, then layers, then the last of them with the head."""
         return len(self._steps)
+
+    def weights_of(self, part: int) -> int:
+        """How many numbers the weights of a part hold."""
+        names = self.program.parts[part].inputs
+        return sum(self._weight_sizes[name.removeprefix(WEIGHT)] for name in names if name.startswith(WEIGHT))
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run one step. ``inputs``: every tensor of ``program.inputs``; pages are written in place."""

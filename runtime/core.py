@@ -1,5 +1,9 @@
 """The step: schedule, pack, run, sample, hand out.
 
+Where prefill is computed apart from the decodes (``multiplex.py``), the step's batch is the decodes, and a
+``PrefillCursor`` goes on beside them over several steps. When it has come to its end its tokens count as computed and
+its requests get their first token: they *join*.
+
 No locks and no user input here: ``Engine`` sees to both. What happens to one request (bad logits, a failing
 tokenizer, an abort) ends that request and no other; an error of the model ends the requests of that step.
 """
@@ -13,13 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from chunkc.errors import InvalidRequestError
 from chunkc.runtime.batch import Chunk, pack
+from chunkc.runtime.cursor import PrefillCursor
 from chunkc.runtime.detokenize import Detokenizer
 from chunkc.runtime.metrics import MetricsCollector, StepRecord
+from chunkc.runtime.modes import Modes
+from chunkc.runtime.multiplex import Mode, StepView
 from chunkc.runtime.outputs import Completion, FinishReason, TokenEvent
 from chunkc.runtime.pages import PagePool
-from chunkc.runtime.request import Request
+from chunkc.runtime.request import Request, RequestStatus
 from chunkc.runtime.sampling import Sampled, Sampler
 from chunkc.runtime.scheduler import Scheduler
+from chunkc.runtime.spans import SpanLog
 from chunkc.runtime.streams import EventSink
 
 if TYPE_CHECKING:
@@ -39,11 +47,20 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What the model gave for one step, or the error it raised; ``ran`` is when."""
+    """What the model gave for one step's batch, or the error it raised; ``ran`` is when."""
 
     ran: float
     sampled: Sampled | None = None
     error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Joined:
+    """What the prefills that ended in a step contributed to it."""
+
+    tokens: int = 0
+    prefix_tokens: int = 0
+    failed: bool = False
 
 
 class EngineCore:
@@ -64,11 +81,16 @@ class EngineCore:
         pool: PagePool,
         tokenizer: Any,
         clock: Callable[[], float],
+        modes: Modes,
+        spans: SpanLog,
     ) -> None:
         self._runner, self._scheduler, self._pool = runner, scheduler, pool
         self._tokenizer, self._clock = tokenizer, clock
+        self._modes = modes
+        self._cursor: PrefillCursor | None = None
+        scheduler.stop_apart = self._drop_cursor
         self._sampler = Sampler()
-        self.metrics = MetricsCollector()
+        self.metrics = MetricsCollector(spans)
         self.live: dict[str, LiveRequest] = {}
         self.completions: OrderedDict[str, Completion] = OrderedDict()
         self.buffered: list[TokenEvent] = []
@@ -125,18 +147,25 @@ class EngineCore:
 
     def _step(self) -> None:
         began = self._clock()
-        plan = self._scheduler.schedule()
-        chunks = plan.chunks
-        if not chunks:
+        mode = self._modes.choose(self._view())
+        apart = mode != "off"
+        # One cursor at a time: while it is under way no other prompt is taken apart.
+        plan = self._scheduler.schedule(apart=apart, prefill=not (apart and self._cursor is not None))
+        chunks = plan.batch
+        if plan.apart and plan.prefills:
+            self._start_apart(list(plan.prefills.values()), mode, plan.budget, len(chunks))
+        cursor = self._cursor
+        if not chunks and cursor is None:
             raise RuntimeError(f"a step with nothing to compute, {len(self.live)} requests unfinished")
         planned = self._clock()
         pages_used, waiting = self._pool.num_used, len(self._scheduler.waiting)
-        for chunk in chunks:
+        for chunk in (*chunks, *(plan.prefills.values() if plan.apart else ())):
             if chunk.request.metrics.first_scheduled is None:
                 chunk.request.metrics.first_scheduled = began
 
         samplers = [chunk.request for chunk in chunks if chunk.samples]
-        outcome = self._run(chunks, samplers)
+        work = None if plan.budget is None else max(1, plan.budget - sum(chunk.num_tokens for chunk in chunks))
+        outcome = self._run(chunks, samplers, cursor, work, mode)
         # What was aborted meanwhile gets no token any more.
         self._do_late_aborts()
         if outcome.error is not None:
@@ -144,10 +173,12 @@ class EngineCore:
             for chunk in chunks:
                 self._fail(chunk.request, message, outcome.error)
         else:
-            self._scheduler.commit(plan)
+            self._scheduler.commit(chunks)
             if outcome.sampled is not None:
                 self._hand_out(samplers, outcome.sampled)
+        joined = self._join() if self._cursor is not None and self._cursor.done else _Joined()
 
+        together = plan.num_prefill_tokens if not plan.apart else 0
         self.metrics.add(
             StepRecord(
                 step=plan.step,
@@ -157,25 +188,102 @@ class EngineCore:
                 total_s=self._clock() - began,
                 budget=plan.budget,
                 decode_tokens=plan.num_decode_tokens,
-                prefill_tokens=plan.num_prefill_tokens,
+                prefill_tokens=together + joined.tokens,
                 requests=len(chunks),
                 waiting=waiting,
                 pages_used=pages_used,
                 preemptions=len(plan.preempted),
-                failed=outcome.error is not None,
+                failed=outcome.error is not None or joined.failed,
+                mode=mode,
+                apart=cursor is not None,
+                prefix_tokens=joined.prefix_tokens + sum(chunk.start for chunk in chunks[plan.num_decode_tokens :]),
             )
         )
 
-    def _run(self, chunks: list[Chunk], samplers: list[Request]) -> _Outcome:
+    def _view(self) -> StepView:
+        running = self._scheduler.running
+        prefills = [request for request in running if not request.is_decoding]
+        return StepView(
+            decodes=len(running) - len(prefills),
+            prefill_tokens=sum(request.num_remaining for request in prefills),
+            waiting=len(self._scheduler.waiting),
+            apart=self._cursor is not None,
+            contention=self._modes.contention,
+        )
+
+    def _run(
+        self,
+        chunks: list[Chunk],
+        samplers: list[Request],
+        cursor: PrefillCursor | None,
+        work: float | None,
+        mode: Mode,
+    ) -> _Outcome:
         outcome = _Outcome(ran=self._clock())
         try:
-            logits = self._runner.run(pack(chunks, self._pool))
+            batch = pack(chunks, self._pool) if chunks else None
+            logits = self._modes.executor(mode).run(batch, cursor, work)
             outcome.ran = self._clock()
             if samplers:
+                assert logits is not None
                 outcome.sampled = self._sampler.sample(logits, samplers)
         except Exception as error:
             outcome.error, outcome.ran = error, self._clock()
         return outcome
+
+    # ---- prefill apart from the batch -------------------------------------------------------------------
+
+    def _start_apart(self, chunks: list[Chunk], mode: Mode, budget: int | None, decodes: int) -> None:
+        """Makes a cursor of these chunks. By layers, a part for a piece is at most what a step may do beside its
+        decodes; by tokens, a piece is at most the budget."""
+        limit: float | None = budget
+        if budget is not None and mode == "layers":
+            limit = max(1, budget - decodes) * self._runner.num_parts
+        order = "layers" if mode == "layers" else "tokens"
+        self._cursor = PrefillCursor(self._runner, self._pool, chunks, order=order, piece_limit=limit)
+        for request in self._cursor.requests:
+            request.is_apart = True
+
+    def _join(self) -> _Joined:
+        """The cursor is done: what it computed is in the cache, and its requests get their first tokens."""
+        cursor, joined = self._cursor, _Joined()
+        assert cursor is not None
+        self._close_cursor()
+        if cursor.error is not None:
+            joined.failed = True
+            message = f"the prefill failed with {type(cursor.error).__name__}: {cursor.error}"
+            for request in cursor.requests:
+                self._fail(request, message, cursor.error)
+            return joined
+        self._scheduler.commit(chunk for chunk in cursor.chunks if chunk.request.status is RequestStatus.RUNNING)
+        joined.tokens = sum(chunk.num_tokens for chunk in cursor.chunks)
+        joined.prefix_tokens = sum(piece.prefix_tokens for piece in cursor.pieces)
+        for piece in cursor.pieces:
+            if samplers := piece.samplers:
+                assert piece.logits is not None
+                try:
+                    sampled = self._sampler.sample(piece.logits, samplers)
+                except Exception as error:
+                    joined.failed = True
+                    message = f"the step failed with {type(error).__name__}: {error}"
+                    for request in samplers:
+                        self._fail(request, message, error)
+                else:
+                    self._hand_out(samplers, sampled)
+        return joined
+
+    def _drop_cursor(self) -> None:
+        """Stops the prefill that is under way and forgets what it has computed; its requests keep their pages."""
+        if self._cursor is not None:
+            self._modes.settle()
+            self._close_cursor()
+
+    def _close_cursor(self) -> None:
+        assert self._cursor is not None
+        for request in self._cursor.requests:
+            request.is_apart = False
+        self._cursor.close()
+        self._cursor = None
 
     def _hand_out(self, samplers: list[Request], sampled: Sampled) -> None:
         now = self._clock()
@@ -262,4 +370,6 @@ class EngineCore:
         self.metrics.add_finished(reason)
         if live.sink is not None:
             live.sink.close(completion)
+        if self._cursor is not None and not any(r.status is RequestStatus.RUNNING for r in self._cursor.requests):
+            self._drop_cursor()
         return completion

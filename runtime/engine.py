@@ -23,14 +23,18 @@ from chunkc.runtime.core import KEPT_COMPLETIONS, EngineCore
 from chunkc.runtime.intake import Intake, Params, one_per_prompt
 from chunkc.runtime.locks import FairRLock
 from chunkc.runtime.metrics import EngineMetrics
+from chunkc.runtime.modes import Modes
+from chunkc.runtime.multiplex import Fixed, Mode, MultiplexPolicy, check_cores, check_mode
 from chunkc.runtime.outputs import Completion, RequestMetrics, TokenEvent
 from chunkc.runtime.pages import PagePool
 from chunkc.runtime.prompts import as_list
 from chunkc.runtime.request import Request
 from chunkc.runtime.scheduler import PrefillPolicy, Scheduler
+from chunkc.runtime.spans import SpanLog
 from chunkc.runtime.streams import EventSink, Feed, Gather, TokenStream
 
 if TYPE_CHECKING:
+    from chunkc.runtime.contention import Contention
     from chunkc.runtime.runner import ModelRunner
 
 
@@ -45,6 +49,8 @@ class Engine:
         generation_config: the model's defaults, a ``transformers.GenerationConfig`` or a mapping.
         report: how the model was compiled; ``explain`` shows it with ``str``.
         policy: order of prefills; by arrival unless given.
+        multiplex: chooses how prefill and decode share the machine, step by step; the configuration's ``multiplex``
+            in every step unless given.
         clock: seconds, monotonic; everything measured is on it.
     """
 
@@ -57,6 +63,7 @@ class Engine:
         generation_config: Any = None,
         report: object = None,
         policy: PrefillPolicy | None = None,
+        multiplex: MultiplexPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config if config is not None else EngineConfig()
@@ -78,7 +85,11 @@ class Engine:
                 stacklevel=2,
             )
         self._report, self._clock = report, clock
-        self._core = EngineCore(runner, self.scheduler, self.pool, tokenizer, clock)
+        spans = SpanLog()
+        self._modes = Modes(runner, multiplex or Fixed(self.config.multiplex), self.config.decode_cores, spans, clock)
+        if self.config.multiplex == "streams":
+            check_cores(self.config.decode_cores)
+        self._core = EngineCore(runner, self.scheduler, self.pool, tokenizer, clock, self._modes, spans)
         self._intake = Intake(
             vocab_size=runner.vocab_size,
             max_positions=runner.max_positions,
@@ -242,6 +253,54 @@ class Engine:
             self.scheduler.budget = checked
 
     @property
+    def multiplex(self) -> Mode | MultiplexPolicy:
+        """How prefill and decode share the machine: ``"off"``, ``"layers"`` or ``"streams"``, or a policy that chooses.
+
+        May be set while requests run, also in the middle of a prompt: what is under way goes on in the new mode.
+        Setting it raises ``ValueError`` where the mode is none, or this process has not the cores for it.
+        """
+        policy = self._modes.policy
+        return policy.chosen if isinstance(policy, Fixed) else policy
+
+    @multiplex.setter
+    def multiplex(self, value: Mode | MultiplexPolicy) -> None:
+        policy = Fixed(check_mode(value)) if isinstance(value, str) or not hasattr(value, "mode") else value
+        if policy == Fixed("streams"):
+            check_cores(self.decode_cores)
+        with self._lock:
+            self._modes.policy = policy
+
+    @property
+    def decode_cores(self) -> int | None:
+        """With ``"streams"``, cores for the decodes; None goes by what ``calibrate`` measured, or else is one. May be
+        set while requests run; setting it raises ``ValueError`` where none would be left for the prefill."""
+        return self._modes.decode_cores
+
+    @decode_cores.setter
+    def decode_cores(self, value: int | None) -> None:
+        checked = EngineConfig(decode_cores=value).decode_cores
+        if checked is not None:
+            check_cores(checked)
+        with self._lock:
+            self._modes.decode_cores = checked
+
+    @property
+    def contention(self) -> Contention | None:
+        """What ``calibrate`` measured; None before."""
+        return self._modes.contention
+
+    def calibrate(self) -> Contention:
+        """Measures what decode and prefill cost each other here when they run at the same time; ``"streams"`` divides
+        the cores by it, and ``explain`` shows it. Takes seconds, in which nothing is served.
+
+        Raises:
+            ValueError: this process has one core only.
+            CapacityError: there is no memory for a small cache of its own.
+        """
+        with self._lock:
+            return self._modes.measure()
+
+    @property
     def metrics(self) -> EngineMetrics:
         """A snapshot of what was measured so far."""
         with self._lock:
@@ -258,8 +317,10 @@ class Engine:
             self._core.metrics.reset()
 
     def explain(self) -> str:
-        """How the model was compiled: the passes, what they matched and what they changed."""
-        return "no compile report" if self._report is None else str(self._report)
+        """How the model was compiled (the passes, what they matched and what they changed), how prefill and decode
+        share the machine, and what they cost each other where ``calibrate`` has measured it."""
+        report = "no compile report" if self._report is None else str(self._report)
+        return f"{report}\n\n{self._modes}"
 
     def check(self) -> None:
         """Proves that no page is lost and that only running requests hold any.
@@ -270,6 +331,7 @@ class Engine:
         with self._lock:
             self.pool.check()
             held = sum(self.pool.num_held(request.row) for request in self.scheduler.running)
+            held += self.pool.num_closing
             assert held == self.pool.num_used, f"{self.pool.num_used} pages are used, running requests hold {held}"
             assert len(self._core.live) == self.scheduler.num_unfinished, "a request is lost"
 

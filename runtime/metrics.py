@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from chunkc.runtime.multiplex import Mode
+from chunkc.runtime.spans import Span, SpanLog
+
 MAX_RECORDS = 65_536  # the latest steps are kept one by one; the sums cover all
+_SUMS = (
+    "steps",
+    "decode_tokens",
+    "prefill_tokens",
+    "prefix_tokens",
+    "preemptions",
+    "failed_steps",
+    "busy_s",
+    "run_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +33,17 @@ class StepRecord:
         total_s: the whole step, sampling and text included.
         budget: the token budget, None if unlimited.
         decode_tokens: tokens of running decodes.
-        prefill_tokens: tokens of prefill chunks.
+        prefill_tokens: tokens of prefill chunks; those of a prefill apart from the batch count in the step in which
+            it ends.
         requests: requests in the batch.
         waiting: requests that waited without pages after the step was planned.
         pages_used: pages held while the step ran.
         preemptions: requests that lost their pages to this step.
         failed: whether the model raised an error.
+        mode: how prefill and decode shared the machine, see ``multiplex.py``.
+        apart: whether a prefill was under way apart from the batch.
+        prefix_tokens: tokens whose keys and values were in the cache already and were read again, in every layer,
+            by the prefill chunks that ``prefill_tokens`` counts.
     """
 
     step: int
@@ -41,6 +59,9 @@ class StepRecord:
     pages_used: int
     preemptions: int
     failed: bool = False
+    mode: Mode = "off"
+    apart: bool = False
+    prefix_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -62,11 +83,13 @@ class EngineMetrics:
         running, waiting: requests at this moment.
         pages_used, num_pages: the cache at this moment.
         records: the latest steps, oldest first, at most ``MAX_RECORDS``.
+        spans: what ran where, oldest first, the latest ones.
     """
 
     steps: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    prefix_tokens: int = 0
     preemptions: int = 0
     failed_steps: int = 0
     busy_s: float = 0.0
@@ -77,6 +100,7 @@ class EngineMetrics:
     num_pages: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     records: tuple[StepRecord, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     def summary(self) -> dict[str, float]:
         """Sums and means for a table; times in milliseconds where the name says so."""
@@ -94,14 +118,22 @@ class EngineMetrics:
 
 
 class MetricsCollector:
-    """Collects records and makes snapshots."""
+    """Collects records and makes snapshots.
 
-    def __init__(self) -> None:
+    Args:
+        spans: what ran where; whoever computes adds to it.
+    """
+
+    def __init__(self, spans: SpanLog) -> None:
+        self.spans = spans
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything so far, for example a warm-up."""
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self._sums = dict.fromkeys(
-            ("steps", "decode_tokens", "prefill_tokens", "preemptions", "failed_steps", "busy_s", "run_s"), 0
-        )
+        self._sums = dict.fromkeys(_SUMS, 0)
         self._finished: dict[str, int] = {}
+        self.spans.clear()
 
     def add(self, record: StepRecord) -> None:
         """Notes a step."""
@@ -110,6 +142,7 @@ class MetricsCollector:
         sums["steps"] += 1
         sums["decode_tokens"] += record.decode_tokens
         sums["prefill_tokens"] += record.prefill_tokens
+        sums["prefix_tokens"] += record.prefix_tokens
         sums["preemptions"] += record.preemptions
         sums["failed_steps"] += record.failed
         sums["busy_s"] += record.total_s
@@ -118,10 +151,6 @@ class MetricsCollector:
     def add_finished(self, reason: str) -> None:
         """Notes the end of a request."""
         self._finished[reason] = self._finished.get(reason, 0) + 1
-
-    def reset(self) -> None:
-        """Forgets everything so far, for example a warm-up."""
-        self.__init__()
 
     def snapshot(self, *, running: int, waiting: int, pages_used: int, num_pages: int) -> EngineMetrics:
         """Everything so far, with the given state of the moment."""
@@ -133,4 +162,5 @@ class MetricsCollector:
             num_pages=num_pages,
             finished=dict(self._finished),
             records=tuple(self._records),
+            spans=self.spans.all(),
         )

@@ -40,6 +40,8 @@ class PagePool:
         self._held = [0] * max_rows
         self._open = [False] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._pinned: set[int] = set()
+        self._closing: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -48,8 +50,18 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages that requests hold."""
+        """Pages that requests hold, and those that are kept for pinned rows."""
         return self.num_pages - self._num_free
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether ``open_row`` would find a row."""
+        return bool(self._free_rows)
+
+    @property
+    def num_closing(self) -> int:
+        """Pages of rows that were closed while they were pinned."""
+        return sum(self._held[row] for row in self._closing)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens."""
@@ -94,15 +106,31 @@ class PagePool:
         self._held[row] = held + count
 
     def close_row(self, row: int) -> None:
-        """Gives back a row and all its pages."""
-        if not self._open[row]:
+        """Gives back a row and all its pages; those of a pinned row when its pin is taken off."""
+        if not self._open[row] or row in self._closing:
             raise ValueError(f"row {row} is not open")
+        if row in self._pinned:
+            self._closing.add(row)
+            return
         held = self._held[row]
         self._free[self._num_free : self._num_free + held] = self.table[row, :held][::-1]
         self._num_free += held
         self._held[row] = 0
         self._open[row] = False
         self._free_rows.append(row)
+
+    def pin(self, row: int) -> None:
+        """Keeps a row and its pages from being handed out again, even if it is closed: they are being written."""
+        if not self._open[row] or row in self._pinned:
+            raise ValueError(f"row {row} is not open, or pinned already")
+        self._pinned.add(row)
+
+    def unpin(self, row: int) -> None:
+        """Takes off a pin, and closes the row if that was asked meanwhile."""
+        self._pinned.remove(row)
+        if row in self._closing:
+            self._closing.remove(row)
+            self.close_row(row)
 
     def check(self) -> None:
         """Proves that every page is either free or held by exactly one open row.

@@ -37,6 +37,7 @@ class Request:
         tokens: int64 ``[num_prompt + max_new_tokens]``, valid up to ``num_tokens``.
         prefill_end: number of tokens when last admitted; from there on the request decodes.
         row: its row in the page table, -1 while it holds none.
+        is_apart: whether a ``PrefillCursor`` computes its prompt, so that no batch does.
         last_served: a number that is larger the later a chunk of it was last computed; -1 before the first.
     """
 
@@ -50,6 +51,7 @@ class Request:
     num_computed: int = 0
     prefill_end: int = 0
     row: int = -1
+    is_apart: bool = False
     last_served: int = -1
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: str | None = None

@@ -6,7 +6,10 @@ A step has a budget of tokens, decodes and prefill chunks together. It is filled
 2. prefill chunks, of several requests, in the order of the policy (by arrival), as long as budget is left;
    a waiting request is admitted when its turn comes and its pages are there.
 
-A step never waits to become full. The rules about pages, which together exclude that requests wait for each
+A step never waits to become full. Prefills can also be planned *apart*: then no chunk joins the decodes, and whole
+prompts, one after another until together they have the budget's tokens, are taken out for a ``PrefillCursor``.
+
+The rules about pages, which together exclude that requests wait for each
 other or evict each other for ever:
 
 - Pages are taken chunk by chunk. A request is admitted only if the pages for all its tokens are free beyond
@@ -14,6 +17,7 @@ other or evict each other for ever:
 - A request that needs a page when none is free evicts the youngest running request that is younger than
   itself; if there is none, it keeps what it has and sits out the step. So the oldest can always go on, it
   fits (the engine refuses requests larger than the cache), and when it ends the next one is the oldest.
+- The pages of a prefill that is under way apart are in use; whoever evicts it has it stopped first.
 - An evicted request waits again, at its old place in the order of arrival. Its evictor took at least one of
   its pages, so it cannot come back before somebody has given pages back; a step that evicts admits nobody.
 """
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,6 +68,7 @@ class Schedule:
         budget: its token budget, None if unlimited.
         decodes: one-token chunks of running decodes, by request id.
         prefills: chunks of prefills, by request id, in the order served.
+        apart: whether the prefills are computed apart from the decodes.
         preempted: requests that lost their pages while the step was planned.
     """
 
@@ -71,12 +76,13 @@ class Schedule:
     budget: int | None
     decodes: dict[str, Chunk] = field(default_factory=dict)
     prefills: dict[str, Chunk] = field(default_factory=dict)
+    apart: bool = False
     preempted: list[Request] = field(default_factory=list)
 
     @property
-    def chunks(self) -> list[Chunk]:
-        """All chunks, decodes first."""
-        return [*self.decodes.values(), *self.prefills.values()]
+    def batch(self) -> list[Chunk]:
+        """What is computed together: decodes first, then the prefills that are not apart."""
+        return [*self.decodes.values(), *(() if self.apart else self.prefills.values())]
 
     @property
     def num_decode_tokens(self) -> int:
@@ -92,6 +98,8 @@ class Schedule:
         """How many of ``want`` more tokens the budget allows; never negative."""
         if self.budget is None:
             return want
+        if self.apart:  # whole prompts, until there are enough
+            return want if self.num_prefill_tokens < self.budget else 0
         used = self.num_decode_tokens + self.num_prefill_tokens
         return max(0, min(want, self.budget - used))
 
@@ -109,6 +117,7 @@ class Scheduler:
         budget: tokens per step; None computes every prompt in one piece. May be set between steps.
         max_requests: requests that may run at the same time.
         policy: order of prefills.
+        stop_apart: called before a prefill that is under way apart loses its pages. When it returns, none is.
 
     Attributes:
         waiting: requests without pages, by arrival.
@@ -116,9 +125,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, *, budget: int | None, max_requests: int, policy: PrefillPolicy | None = None
+        self,
+        pool: PagePool,
+        *,
+        budget: int | None,
+        max_requests: int,
+        policy: PrefillPolicy | None = None,
+        stop_apart: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool, self.budget, self.max_requests = pool, budget, max_requests
+        self.stop_apart = stop_apart
         self.policy = policy if policy is not None else ArrivalOrder()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -143,23 +159,28 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
 
-    def schedule(self) -> Schedule:
+    def schedule(self, *, apart: bool = False, prefill: bool = True) -> Schedule:
         """Plans the next step: takes the pages it needs, computes nothing.
 
-        Not empty as long as a request is unfinished. A step that fails needs no undo: requests advance only
-        in ``commit``, until then the next plan is for the same tokens.
+        Not empty as long as a request is unfinished, if prefills are planned or one is under way apart. A step that
+        fails needs no undo: requests advance only in ``commit``, until then the next plan is for the same tokens.
+
+        Args:
+            apart: plan prefills to be computed apart, see ``Schedule``.
+            prefill: whether to plan any.
         """
         plan = Schedule(self._step, self.budget)
         self._step += 1
         decodes = [request for request in self.running if request.is_decoding]
-        prefills = [request for request in self.running if not request.is_decoding]
         self._serve_decodes(plan, decodes)
-        self._serve_prefills(plan, prefills)
+        if prefill:
+            plan.apart = apart
+            self._serve_prefills(plan, [r for r in self.running if not r.is_decoding and not r.is_apart])
         return plan
 
-    def commit(self, plan: Schedule) -> None:
-        """Notes that a step's tokens are now in the cache."""
-        for chunk in plan.chunks:
+    def commit(self, chunks: Iterable[Chunk]) -> None:
+        """Notes that tokens are now in the cache."""
+        for chunk in chunks:
             chunk.request.num_computed = chunk.end
             chunk.request.last_served = next(self._services)
 
@@ -178,7 +199,6 @@ class Scheduler:
     def _serve_prefills(self, plan: Schedule, prefills: list[Request]) -> None:
         if plan.room(1) == 0 or not (prefills or self.waiting):
             return
-        prefills = [request for request in prefills if request.status is RequestStatus.RUNNING]
         for request in list(self.policy.order(prefills, self.waiting)):
             want = plan.room(request.num_remaining)
             if want == 0:
@@ -194,14 +214,14 @@ class Scheduler:
                 plan.prefills[request.request_id] = Chunk(request, start, start + count)
 
     def _can_admit(self, request: Request) -> bool:
-        if len(self.running) >= self.max_requests:
+        if len(self.running) >= self.max_requests or not self.pool.has_free_row:
             return False
         promised = sum(
             self.pool.pages_for(other.num_tokens) - self.pool.num_held(other.row)
             for other in self.running
             if not other.is_decoding
         )
-        # With nothing else in the cache this is always true: the engine refuses what does not fit alone.
+        # With nothing else running this is always true: the engine refuses what does not fit alone.
         return self.pool.pages_for(request.num_tokens) <= self.pool.num_free - promised
 
     def _admit(self, request: Request) -> None:
@@ -232,6 +252,8 @@ class Scheduler:
         victim = self.running[-1]
         if victim.order <= request.order:
             return
+        if victim.is_apart:
+            self.stop_apart()
         plan.drop(victim)
         plan.preempted.append(victim)
         self.running.pop()

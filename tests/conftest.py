@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,21 @@ from hypothesis import settings
 # a shared machine's pauses are not slowness of the code under test
 settings.register_profile("chunkc", deadline=None, print_blob=True)
 settings.load_profile("chunkc")
+
+
+@pytest.fixture(scope="module")
+def two_cores() -> Iterator[None]:
+    """Two threads for torch, so that prefill and decode can have a core each. Skips where there is one core."""
+    import torch
+
+    from chunkc.runtime.lanes import available_cores
+
+    if len(available_cores()) < 2:
+        pytest.skip("needs two cores")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

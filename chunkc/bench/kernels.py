@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from chunkc.bench.arguments import positive
 from chunkc.bench.progress import stage
 from chunkc.errors import ChunkcError
 
@@ -28,20 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one shape, smaller batches, fewer rounds, no flex_attention"
     )
-    parser.add_argument("--threads", nargs="+", type=_positive, default=[1, 2], metavar="N", help="(default: 1 2)")
-    parser.add_argument("--rounds", type=_positive, metavar="N", help=f"(default: {_ROUNDS}; quick: {_QUICK_ROUNDS})")
+    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2], metavar="N", help="(default: 1 2)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help=f"(default: {_ROUNDS}; quick: {_QUICK_ROUNDS})")
     parser.add_argument(
         "--shape", nargs="+", choices=SHAPES, default=None, help="query heads/key-value heads/dim (default: all)"
     )
     parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--small-pages", action="store_true", help="leave the cache on the system's 4 KiB pages")
     parser.add_argument("--no-torch", action="store_true", help="leave out SDPA and flex_attention")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, not {text!r}")
-    return int(text)
 
 
 @dataclass

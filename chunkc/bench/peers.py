@@ -17,16 +17,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from tabulate import tabulate
 
 from chunkc.bench.progress import stage
+from chunkc.bench.quiet import wait_until_quiet
 from chunkc.bench.workload import load_workloads
 from chunkc.errors import ChunkcError
 from chunkc.models import DEFAULT_MODEL, DTYPES
@@ -35,7 +34,6 @@ DESCRIPTION = "serve a workload with chunkc and with other engines in alternatio
 OURS = "chunkc"
 #: figures that are compared, all the smaller the better, and what they are called in the table
 FIGURES = {"wall_s": "wall s", "dec_itl_p99_ms": "decode ITL p99 ms", "long_ttft_p50_ms": "long TTFT p50 ms"}
-_QUIET_SHARE = 0.1  # of all cores: more is somebody else's work
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,19 +90,6 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text("".join(json.dumps(vars(one)) + "\n" for one in runs))
     print(report(runs))
     return 0
-
-
-def wait_until_quiet(longest: float) -> str | None:
-    """Wait until two looks in a row find the cores free; None, or in words how busy they still are."""
-    end = time.monotonic() + longest
-    quiet = 0
-    while True:
-        share = psutil.cpu_percent(interval=1.5) / 100
-        quiet = quiet + 1 if share < _QUIET_SHARE else 0
-        if quiet == 2:
-            return None
-        if time.monotonic() > end:
-            return f"the machine is {share:.0%} busy with other work"
 
 
 def _ours(args: argparse.Namespace, names: Sequence[str], dtype: str) -> Iterator[tuple[str, dict[str, float]]]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from chunkc.bench import plan_trace
+from chunkc.bench.arguments import positive
 from chunkc.bench.plan_model import Batch
 from chunkc.bench.plan_table import Planner, batch_table, trace_table
 from chunkc.bench.progress import stage
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--window", type=_count, default=0, metavar="N", help="sliding window in keys (default: none)")
     parser.add_argument("--chunk", type=_count, default=0, metavar="N", help="attention chunk in keys (default: none)")
-    parser.add_argument("--page-size", type=_positive, default=16, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--page-size", type=positive, default=16, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--device",
         default="h100",
@@ -62,25 +63,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overhead", type=float, metavar="US", help="microseconds of a task (default: the device's)")
     parser.add_argument(
-        "--q-block", type=_positive, metavar="N", help="most rows in a task (default: the planner's choice)"
+        "--q-block", type=positive, metavar="N", help="most rows in a task (default: the planner's choice)"
     )
-    parser.add_argument("--kv-split", type=_positive, metavar="N", help="most keys in a task (default: as above)")
+    parser.add_argument("--kv-split", type=positive, metavar="N", help="most keys in a task (default: as above)")
     trace = parser.add_argument_group("a trace in place of one batch")
     trace.add_argument("--trace", type=Path, metavar="FILE", help=f"CSV file with {', '.join(plan_trace.COLUMNS)}")
+    trace.add_argument("--budget", type=positive, default=512, metavar="N", help="tokens a step (default: %(default)s)")
     trace.add_argument(
-        "--budget", type=_positive, default=512, metavar="N", help="tokens a step (default: %(default)s)"
-    )
-    trace.add_argument(
-        "--requests", type=_positive, default=3000, metavar="N", help="of the trace (default: %(default)s)"
+        "--requests", type=positive, default=3000, metavar="N", help="of the trace (default: %(default)s)"
     )
     trace.add_argument("--rate", type=float, default=1.0, metavar="X", help="times the trace's speed (default: 1)")
     trace.add_argument(
-        "--batches", type=_positive, default=2000, metavar="N", help="evaluated, evenly spread (default: %(default)s)"
+        "--batches", type=positive, default=2000, metavar="N", help="evaluated, evenly spread (default: %(default)s)"
     )
     trace.add_argument(
         "--parameters", type=float, default=8e9, metavar="N", help="of the model served (default: %(default)g)"
     )
-    trace.add_argument("--layers", type=_positive, default=32, metavar="N", help="of that model (default: %(default)s)")
+    trace.add_argument("--layers", type=positive, default=32, metavar="N", help="of that model (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -169,7 +168,3 @@ def _count(text: str, least: int = 0) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be an integer >= {least}, not {text!r}")
     return int(text)
-
-
-def _positive(text: str) -> int:
-    return _count(text, least=1)

@@ -101,12 +101,12 @@ def batches(
             scheduler.add(_request(added, arrivals[added]))
             added += 1
         plan = scheduler.schedule()
-        chunks = plan.chunks
+        chunks = plan.batch
         batch = Batch(np.array([chunk.num_tokens for chunk in chunks]), np.array([chunk.end for chunk in chunks]))
         yield batch
         now += model.linear_seconds(batch.num_tokens, device) + model.layers * ideal_seconds(batch, shape, device)
         samplers = [chunk.request for chunk in chunks if chunk.samples]
-        scheduler.commit(plan)
+        scheduler.commit(plan.batch)
         for request in samplers:
             request.append(0)
             if request.is_full:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from chunkc.bench import table
+from chunkc.bench.arguments import budget, positive
 from chunkc.bench.clock import Trace, generate_one_by_one, serve
 from chunkc.bench.metrics import measure
 from chunkc.bench.progress import stage
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         nargs="+",
-        type=_budget,
+        type=budget,
         default=[None, 64, 128, 512],
         metavar="N",
         help="token budgets to run, a row each; 'whole' stands for whole prefill (default: whole 64 128 512)",
@@ -56,43 +57,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="workloads to take from a file of named ones (default: all)",
     )
     parser.add_argument(
-        "--repeat", type=_positive, default=3, metavar="N", help="runs of each row (default: %(default)s)"
+        "--repeat", type=positive, default=3, metavar="N", help="runs of each row (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads for torch (default: torch's)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads for torch (default: torch's)")
+    parser.add_argument(
+        "--multiplex",
+        nargs="+",
+        choices=("off", "layers", "streams"),
+        default=["off"],
+        help="how prefill and decode share the machine; a row for each, at every budget but 'whole' (default: off)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the last run of each row as a trace for ui.perfetto.dev",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per run, a line each")
     parser.add_argument("--no-hf", action="store_true", help="leave out HuggingFace's generate")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, not {text!r}")
-    return int(text)
-
-
-def _budget(text: str) -> int | None:
-    return None if text == "whole" else _positive(text)
-
-
 @dataclass(frozen=True)
 class Configuration:
-    """A row of the table: its name, its budget (None: not chunked), and how it serves a workload."""
+    """A row of the table: its name, its budget (None: not chunked), and how it serves a workload.
+
+    ``trace`` gives the events of the last run for the trace file, as a process of a number.
+    """
 
     name: str
     budget: int | None
     serve: Callable[[Workload], Trace]
     compile_s: float | None = None
+    trace: Callable[[int], list[dict[str, Any]]] | None = None
 
 
 def run(args: argparse.Namespace) -> int:
     if args.which and args.workload is None:
         raise ChunkcError("--which chooses from a file: give --workload as well")
     workloads = load_workloads(args.workload, args.which) if args.workload else None
-    with _record(args.json) as record:
+    traced: list[dict[str, Any]] = []
+    with _record(args.json) as record, _record(args.trace) as trace_file:
         configurations, workloads = _prepare(args, workloads)
         for workload in workloads:
             print(f"{args.model}, {args.dtype}, {workload.name}: {workload.describe()}")
-            rows = _measure_all(configurations, workload, args, record)
+            rows = _measure_all(configurations, workload, args, record, traced)
             _report(rows, args, configurations)
+        if trace_file:
+            json.dump({"traceEvents": traced}, trace_file)
     return 0
 
 
@@ -123,20 +134,38 @@ def _prepare(args: argparse.Namespace, workloads: list[Workload] | None) -> tupl
         started = time.perf_counter()
         engine = chunkc.compile(model)
         compile_s = time.perf_counter() - started
-    budgets = list(dict.fromkeys(args.budget))
-    configurations = [_engine_row(engine, budget, compile_s) for budget in budgets]
+        if "streams" in args.multiplex:
+            try:
+                engine.calibrate()
+            except ValueError as error:
+                raise ChunkcError(str(error)) from error
+    configurations = [
+        _engine_row(engine, budget, mode, compile_s)
+        for budget in dict.fromkeys(args.budget)
+        for mode in ("off",) * (budget is None) or dict.fromkeys(args.multiplex)
+    ]
     if not args.no_hf:
         configurations.append(Configuration(HF, None, lambda workload: generate_one_by_one(model, workload)))
     vocab_size = model.config.get_text_config().vocab_size
     return configurations, workloads or [builtin_workload(tokenizer, vocab_size)]
 
 
-def _engine_row(engine: Any, budget: int | None, compile_s: float) -> Configuration:
-    def serve_with_budget(workload: Workload) -> Trace:
-        engine.budget = budget
-        return serve(engine, workload)
+def _engine_row(engine: Any, budget: int | None, mode: str, compile_s: float) -> Configuration:
+    from chunkc.runtime.perfetto import trace_events
 
-    return Configuration(_row_name(budget), budget, serve_with_budget, compile_s)
+    name = _row_name(budget) if mode == "off" else f"{_row_name(budget)}, {mode}"
+    last: list[Any] = []
+
+    def serve_with_budget(workload: Workload) -> Trace:
+        engine.budget, engine.multiplex = budget, mode
+        engine.reset_metrics()
+        trace = serve(engine, workload)
+        last[:] = [engine.metrics]
+        return trace
+
+    return Configuration(
+        name, budget, serve_with_budget, compile_s, lambda number: trace_events(last[0], process=number, name=name)
+    )
 
 
 def _row_name(budget: int | None) -> str:
@@ -148,6 +177,7 @@ def _measure_all(
     workload: Workload,
     args: argparse.Namespace,
     record: TextIO | None,
+    traced: list[dict[str, Any]],
 ) -> table.Rows:
     rows: table.Rows = {configuration.name: [] for configuration in configurations}
     with stage(f"Warming up {len(configurations)} configurations, outside the figures"):
@@ -169,6 +199,11 @@ def _measure_all(
             rows[configuration.name].append(result)
             if record:
                 print(json.dumps(result.to_json()), file=record, flush=True)
+    if args.trace:
+        for configuration in configurations:
+            if configuration.trace:
+                number = len({event["pid"] for event in traced}) + 1
+                traced += configuration.trace(number)
     return rows
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from chunkc.runtime.metrics import EngineMetrics
 from chunkc.runtime.outputs import TokenEvent
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))  # the toy model
 
 
 @dataclass
@@ -20,6 +24,7 @@ class FakeEngine:
     """
 
     budget: int | None = 8
+    multiplex: str = "off"
     waiting: deque[list] = field(default_factory=deque)  # [request id, prompt tokens still to do, prompt, params]
     running: dict[str, list] = field(default_factory=dict)  # request id -> [tokens made, prompt length, params]
     added: list[tuple] = field(default_factory=list)
@@ -30,6 +35,10 @@ class FakeEngine:
     @property
     def metrics(self) -> EngineMetrics:
         return EngineMetrics(len(self.tokens_per_step), self.decode_tokens, self.prefill_tokens)
+
+    def reset_metrics(self) -> None:
+        self.tokens_per_step.clear()
+        self.decode_tokens = self.prefill_tokens = 0
 
     def add_request(self, prompt, sampling_params=None, *, request_id=None, arrival_time=None) -> str:
         name = request_id or f"r{len(self.added)}"

@@ -6,10 +6,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from toy_runner import ToyRunner
 
 import chunkc
 from chunkc.bench import serve
 from chunkc.bench.__main__ import main
+from chunkc.runtime.engine import Engine
 
 
 @pytest.fixture
@@ -88,3 +90,24 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, capsys, monk
     said_lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("chunkc.bench: ")]
     assert code == 2
     assert len(said_lines) == 1 and said in said_lines[0]
+
+
+def test_every_mode_gets_a_row_and_the_trace_a_process(monkeypatch, workload, tmp_path, capsys, two_cores):
+    toy = Engine(ToyRunner(64, 4))
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50)))
+    monkeypatch.setattr(serve, "load", lambda name, dtype: (model, None))
+    monkeypatch.setitem(vars(chunkc), "compile", lambda model, **options: toy)
+    trace = tmp_path / "trace.json"
+    arguments = f"--workload {workload} --which small --budget whole 8 --repeat 2 --no-hf --trace {trace}"
+    assert main([*arguments.split(), "--multiplex", "off", "layers", "streams"]) == 0
+    out = capsys.readouterr().out
+    assert "Tokens: equal in all 8 runs of 4 configurations." in out
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert processes == {"whole prefill": 1, "budget 8": 2, "budget 8, layers": 3, "budget 8, streams": 4}
+    rows = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(3, "all cores"), (4, "decode cores"), (4, "prefill cores")} <= rows
+    assert (2, "prefill cores") not in rows
+    steps = [event for event in events if event["ph"] == "X" and event["tid"] == 0 and event["pid"] == 2]
+    assert sum(step["args"]["prefill tokens"] for step in steps) == 44
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")

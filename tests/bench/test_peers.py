@@ -70,15 +70,6 @@ def test_a_peer_is_a_name_and_a_command(text):
         peers._peer(text)
 
 
-def test_a_busy_machine_is_waited_for_and_then_told(monkeypatch):
-    looks = iter([90.0, 2.0, 50.0, 3.0, 1.0])
-    monkeypatch.setattr(peers.psutil, "cpu_percent", lambda interval: next(looks))
-    assert peers.wait_until_quiet(1000) is None
-    assert list(looks) == []
-    monkeypatch.setattr(peers.psutil, "cpu_percent", lambda interval: 90.0)
-    assert "90% busy" in peers.wait_until_quiet(0)
-
-
 def test_a_figure_that_is_missing_leaves_its_place_empty():
     runs = [Run(OURS, "float32", "a", 0, {"wall_s": 1.0}), Run("x", "float32", "a", 0, {"long_ttft_p50_ms": 5.0})]
     assert "5" in peers.report(runs)

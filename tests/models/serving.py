@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from tiny import Reference, assert_same_tokens
 
 from chunkc.config import EngineConfig, SamplingParams
 from chunkc.runtime.engine import Engine
+from chunkc.runtime.multiplex import Mode
 from chunkc.runtime.outputs import Completion
 from chunkc.runtime.runner import GraphRunner
 
@@ -32,16 +34,29 @@ def pages_for(references: Sequence[Reference], page_size: int, share: float = 1.
     return max(max(needed), int(sum(needed) * share))
 
 
-def serve(engine: Engine, references: Sequence[Reference], *, steps_between: int = 0) -> list[Completion]:
-    """Serves every reference's prompt for as many tokens as it has; one arrives every ``steps_between`` steps."""
+def serve(
+    engine: Engine,
+    references: Sequence[Reference],
+    *,
+    steps_between: int = 0,
+    modes: Sequence[Mode] = ("off",),
+) -> list[Completion]:
+    """Serves every reference's prompt for as many tokens as it has; one arrives every ``steps_between`` steps, and
+    the steps go through ``modes`` in turns."""
     names = []
+    turns = itertools.cycle(modes)
+
+    def step() -> None:
+        engine.multiplex = next(turns)
+        engine.step()
+
     for reference in references:
         params = SamplingParams(max_new_tokens=len(reference.tokens), ignore_eos=True)
         names.append(engine.add_request(reference.prompt, params))
         for _ in range(steps_between):
-            engine.step()
+            step()
     while engine.has_unfinished():
-        engine.step()
+        step()
     engine.check()
     assert engine.pool.num_used == 0, "pages are leaked"
     completions = [engine.completion(name) for name in names]
@@ -50,10 +65,15 @@ def serve(engine: Engine, references: Sequence[Reference], *, steps_between: int
 
 
 def assert_served_alike(
-    engine: Engine, references: Sequence[Reference], *, steps_between: int = 0, where: str = ""
+    engine: Engine,
+    references: Sequence[Reference],
+    *,
+    steps_between: int = 0,
+    modes: Sequence[Mode] = ("off",),
+    where: str = "",
 ) -> list[Completion]:
     """Serves the references' prompts and compares the tokens with theirs."""
-    completions = serve(engine, references, steps_between=steps_between)
+    completions = serve(engine, references, steps_between=steps_between, modes=modes)
     for completion, reference in zip(completions, references, strict=True):
         assert_same_tokens(completion.token_ids, reference, where)
     return completions

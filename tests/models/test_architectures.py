@@ -91,6 +91,11 @@ def test_tokens_equal_generate(case, budget, page_size):
     assert_served_alike(engine, case.references, steps_between=2 if page_size == 4 else 0)
 
 
+def test_tokens_equal_generate_with_prefill_apart(case, two_cores):
+    engine = with_cache(case.engine, budget=7, page_size=4, num_pages=pages_for(case.references, 4))
+    assert_served_alike(engine, case.references, steps_between=2, modes=("streams", "layers", "streams", "off"))
+
+
 @pytest.mark.parametrize("budget, page_size", [(7, 1), (64, 4)])
 def test_tokens_equal_generate_with_so_few_pages_that_requests_are_preempted(case, budget, page_size):
     num_pages = pages_for(case.long_outputs, page_size, share=0.4)

@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.vocab_size, self.max_positions = inner.vocab_size, inner.max_positions
-        self.page_size, self.num_pages = inner.page_size, inner.num_pages
+        self.page_size, self.num_pages, self.num_parts = inner.page_size, inner.num_pages, inner.num_parts
         self.batch: PackedBatch | None = None
         self.logits: torch.Tensor | None = None
 

@@ -17,6 +17,8 @@ import chunkc
 SHORT = (1, 2, 3, 5, 8, 13, 17, 29, 31, 47, 64, 65, 100, 128, 150)
 LONG = (200, 257, 300, 400, 512, 640, 777, 900, 1024, 1200, 1500)
 BUDGETS = (1, 7, 64, 512, 4096)
+#: prefill apart from the decodes, and changes of mode in the middle of prompts
+APART = (("layers",), ("streams",), ("off", "layers", "streams", "streams", "layers"))
 PAGE_SIZES = (1, 16, 128)
 
 
@@ -44,6 +46,12 @@ def test_tokens_equal_generate(smollm2_engine, few, budget, page_size):
     assert_served_alike(engine, few, steps_between=2)
 
 
+@pytest.mark.parametrize("modes", APART, ids="-".join)
+def test_tokens_equal_generate_in_every_mode(smollm2_engine, few, modes, two_cores):
+    engine = with_cache(smollm2_engine, budget=64, page_size=16, num_pages=pages_for(few, 16))
+    assert_served_alike(engine, few, steps_between=2, modes=modes)
+
+
 def test_tokens_equal_generate_when_requests_are_preempted(smollm2_engine, long_outputs):
     num_pages = pages_for(long_outputs, 4, share=0.4)
     engine = with_cache(smollm2_engine, budget=64, page_size=4, num_pages=num_pages)
@@ -66,6 +74,15 @@ def test_every_budget_and_page_size(smollm2_engine, many, budget, page_size):
     references = many[: len(SHORT)] if budget == 1 and page_size != 16 else many
     engine = with_cache(smollm2_engine, budget=budget, page_size=page_size, num_pages=pages_for(references, page_size))
     assert_served_alike(engine, references, steps_between=3, where=f"budget {budget}, page size {page_size}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", APART, ids="-".join)
+@pytest.mark.parametrize("budget, share", [(64, 1.0), (512, 0.2)])
+def test_every_mode(smollm2_engine, many, budget, share, modes, two_cores):
+    engine = with_cache(smollm2_engine, budget=budget, page_size=16, num_pages=pages_for(many, 16, share=share))
+    completions = assert_served_alike(engine, many, steps_between=3, modes=modes, where=f"{modes}, budget {budget}")
+    assert share == 1 or sum(completion.metrics.num_preemptions for completion in completions) >= 1
 
 
 @pytest.mark.slow

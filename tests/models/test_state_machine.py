@@ -75,8 +75,17 @@ class TinyModelMachine(EngineMachine):
         self.runner.run = fail
 
 
-class LongerMachine(TinyModelMachine):
+class ApartMachine(TinyModelMachine):
+    """With prefill apart from the decodes, and changes of mode at any moment."""
+
+    modes = ("off", "layers", "streams", "streams")
+
+
+class LongerMachine(ApartMachine):
     """The same, for more examples."""
+
+
+pytestmark = pytest.mark.usefixtures("two_cores")
 
 
 def limited(examples: int) -> settings:
@@ -87,6 +96,9 @@ def limited(examples: int) -> settings:
 
 TestTinyModel = TinyModelMachine.TestCase
 TestTinyModel.settings = limited(20)
+
+TestTinyModelApart = ApartMachine.TestCase
+TestTinyModelApart.settings = limited(20)
 
 TestTinyModelLonger = pytest.mark.slow(LongerMachine.TestCase)
 TestTinyModelLonger.settings = limited(300)

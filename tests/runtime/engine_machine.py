@@ -45,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
     max_new = 14
     samples = True  # whether requests that sample take part; else all are greedy
     can_fail = True  # whether the model may raise; needs ``fail_next_step``
+    modes: tuple[str, ...] = ("off",)  # how prefill and decode may share the machine
 
     def make_engine(self, *, num_pages: int, page_size: int, config: EngineConfig) -> Engine:
         """An engine with a fresh cache of the given size."""
@@ -71,12 +72,14 @@ class EngineMachine(RuleBasedStateMachine):
         spare=st.integers(0, 16),
         budget=BUDGETS,
         max_requests=st.integers(1, 6),
+        data=st.data(),
     )
-    def start(self, page_size, spare, budget, max_requests):
+    def start(self, page_size, spare, budget, max_requests, data):
         # Just enough for the largest request, and a few pages to fight for.
         num_pages = -(-(self.max_prompt + self.max_new) // page_size) + spare
         config = EngineConfig(budget=budget, max_requests=max_requests)
         self.engine = self.make_engine(num_pages=num_pages, page_size=page_size, config=config)
+        self.engine.multiplex = data.draw(st.sampled_from(self.modes))
         self.open: dict[str, Tracked] = {}
         self.streams: list[tuple[TokenStream, Tracked]] = []
         self.patience = 0
@@ -158,6 +161,11 @@ class EngineMachine(RuleBasedStateMachine):
     def change_budget(self, budget):
         self.engine.budget = budget
 
+    @precondition(lambda self: len(self.modes) > 1)
+    @rule(data=st.data())
+    def change_mode(self, data):
+        self.engine.multiplex = data.draw(st.sampled_from(self.modes))
+
     @precondition(lambda self: self.can_fail)
     @rule()
     def break_model(self):
@@ -181,11 +189,14 @@ class EngineMachine(RuleBasedStateMachine):
             assert oldest is None
             return
         record = metrics.records[-1]
-        assert record.tokens >= 1
-        if record.budget is not None:
-            assert record.tokens <= record.budget
+        if record.mode == "off" and not record.apart:
+            assert record.tokens >= 1
+            assert record.tokens <= (record.budget or record.tokens)
         if every_decode_has_a_page:
             assert record.decode_tokens == min(decodes, record.budget or decodes)
+        if record.apart:  # a prompt under way apart goes on part by part, in its own time
+            self.patience = 0
+            return
         # The oldest goes on, at the latest when every other running request has had its turn.
         stuck = (oldest.num_tokens, oldest.num_computed) == progress and oldest in (
             *scheduler.running,

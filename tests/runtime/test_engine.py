@@ -569,8 +569,8 @@ def test_budget():
 
 
 def test_explain_shows_the_report():
-    assert engine_with().explain() == "no compile report"
-    assert engine_with(report="a table").explain() == "a table"
+    assert engine_with().explain().startswith("no compile report\n\nmultiplex 'off'")
+    assert engine_with(report="a table").explain().startswith("a table\n")
 
 
 def test_a_configuration_that_contradicts_the_runner():

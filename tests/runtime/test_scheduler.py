@@ -35,14 +35,14 @@ class World:
         """One step; tokens per request, in the order of the batch."""
         plan = self.scheduler.schedule()
         self.history.append(plan)
-        sizes = {chunk.request.request_id: chunk.num_tokens for chunk in plan.chunks}
+        sizes = {chunk.request.request_id: chunk.num_tokens for chunk in plan.batch}
         assert all(size >= 1 for size in sizes.values()), "an empty chunk"
         assert plan.budget is None or sum(sizes.values()) <= plan.budget
-        for chunk in plan.chunks:
+        for chunk in plan.batch:
             assert chunk.request.status is RequestStatus.RUNNING
             assert self.pool.capacity(chunk.request.row) >= chunk.end, "a token without a slot"
-        due = [chunk.request for chunk in plan.chunks if chunk.samples]
-        self.scheduler.commit(plan)
+        due = [chunk.request for chunk in plan.batch if chunk.samples]
+        self.scheduler.commit(plan.batch)
         for request in due:
             request.append(7)
             if request.is_full:
@@ -106,7 +106,7 @@ def test_max_requests_bounds_the_running_ones():
         world.add(3, new=2)
     assert list(world.step()) == ["r0", "r1"]
     world.run()
-    assert max(len(plan.chunks) for plan in world.history) == 2
+    assert max(len(plan.batch) for plan in world.history) == 2
 
 
 def test_the_last_token_of_a_prompt_is_a_prefill_even_alone():
@@ -167,9 +167,9 @@ def test_the_schedule_of_an_evicted_request_is_dropped_and_its_budget_reused():
     old.num_computed = 5
     plan = world.scheduler.schedule()
     assert [r.request_id for r in plan.preempted] == ["r1"]
-    assert [(c.request.request_id, c.num_tokens) for c in plan.chunks] == [("r0", 3)]
+    assert [(c.request.request_id, c.num_tokens) for c in plan.batch] == [("r0", 3)]
     assert plan.num_decode_tokens == 0 and young.row == -1 and young.num_computed == 0
-    world.scheduler.commit(plan)
+    world.scheduler.commit(plan.batch)
     assert young.num_computed == 0, "a stale chunk was counted"
 
 
@@ -178,7 +178,7 @@ def test_a_chunk_that_ends_with_the_prompt_is_followed_by_a_decode_not_by_an_emp
     world = World(budget=budget)
     world.add(prompt, new=2)
     world.run()  # step() rejects empty chunks
-    sizes = [plan.chunks[0].num_tokens for plan in world.history]
+    sizes = [plan.batch[0].num_tokens for plan in world.history]
     assert sum(sizes) == prompt + 1 and len(sizes) == -(-prompt // budget) + 1
 
 
@@ -329,6 +329,6 @@ def test_a_failed_step_is_planned_again():
     world = World(budget=4)
     world.add(10)
     first, second = world.scheduler.schedule(), world.scheduler.schedule()  # the first was never committed
-    spans = [[(c.request.request_id, c.start, c.end) for c in plan.chunks] for plan in (first, second)]
+    spans = [[(c.request.request_id, c.start, c.end) for c in plan.batch] for plan in (first, second)]
     assert spans[0] == spans[1]
     world.pool.check()

@@ -1,0 +1,155 @@
+"""How a batch and a prefill that is apart from it are computed: one after the other, or at the same time.
+
+    inline    |batch        |slice of the prefill|batch        |slice ...          all cores for each
+    streams   |batch   |batch   |batch   |batch   |batch       ...                 some cores
+              |part|part|part|part|part|part|part|part|part|part|part ...          the others
+
+A batch is one launch through the whole model: decodes, and prefill chunks where prefill is not apart. The caller asks
+for a batch and has its logits when ``run`` returns; how far the prefill came meanwhile, the cursor knows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.cursor import PrefillCursor
+from chunkc.runtime.lanes import Lane
+from chunkc.runtime.spans import Span, SpanLog
+
+if TYPE_CHECKING:
+    from chunkc.runtime.runner import ModelRunner
+
+
+class Executor(Protocol):
+    """Computes. One thread at a time calls it."""
+
+    def run(self, batch: PackedBatch | None, cursor: PrefillCursor | None, work: float | None) -> torch.Tensor | None:
+        """Computes the batch, and goes on with the cursor's prefill.
+
+        Args:
+            batch: None where nobody decodes.
+            cursor: None where no prefill is apart.
+            work: how much of the prefill goes with one batch, in tokens through the whole model
+                (``Piece.work``), if they are computed in turns; None for all that is left.
+
+        Returns:
+            The batch's logits [L, V]; None without a batch.
+
+        Raises:
+            Exception: what the model raised for the batch. What it raised for the prefill is the cursor's ``error``.
+        """
+
+    def settle(self) -> None:
+        """Returns when no part of any cursor is running. Until the next ``run`` none starts."""
+
+
+class Inline:
+    """On the caller's thread and all its cores: the batch, then a slice of the prefill."""
+
+    def __init__(self, runner: ModelRunner, spans: SpanLog, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._runner, self._spans, self._clock = runner, spans, clock
+
+    def run(self, batch: PackedBatch | None, cursor: PrefillCursor | None, work: float | None) -> torch.Tensor | None:
+        """See ``Executor``. At least one part of the prefill runs, so that it comes to its end."""
+        logits = None
+        if batch is not None:
+            began = self._clock()
+            logits = self._runner.run(batch)
+            self._spans.add(Span("all cores", "batch", began, self._clock(), batch.num_tokens))
+        if cursor is not None and not cursor.done:
+            left = None if work is None else work * self._runner.num_parts
+            with self._spans.of_prefill("all cores", cursor, self._clock):
+                while (piece := cursor.next_piece) is not None:
+                    cursor.advance()
+                    if left is not None:
+                        left -= piece.work
+                        coming = cursor.next_piece
+                        if coming is None or left < coming.work / 2:  # nearer to what was asked for without it
+                            break
+        return logits
+
+    def settle(self) -> None:
+        """Nothing runs between two calls of ``run``."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which cores decode and which prefill where both run at the same time; disjoint, at least one each."""
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.decode or not self.prefill or set(self.decode) & set(self.prefill):
+            raise ValueError(f"decode and prefill need disjoint cores, at least one each, not {self}")
+
+    def __str__(self) -> str:
+        return f"{len(self.decode)} + {len(self.prefill)}"
+
+
+class Streams:
+    """Batch and prefill at the same time, each on cores of its own; inline where there is but one of them.
+
+    The prefill runs on after ``run`` has returned. ``run`` waits for it only where it goes on inline, that is for
+    the one part that is running.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        division: Division,
+        spans: SpanLog,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.division = division
+        self._runner, self._spans, self._clock = runner, spans, clock
+        self._inline = Inline(runner, spans, clock)
+        self._decode, self._prefill = Lane("decode", division.decode), Lane("prefill", division.prefill)
+        self._cursor: PrefillCursor | None = None
+        self._under_way: Future[None] | None = None
+        self._pause = False
+
+    def run(self, batch: PackedBatch | None, cursor: PrefillCursor | None, work: float | None) -> torch.Tensor | None:
+        """See ``Executor``."""
+        if batch is None or cursor is None or cursor.done:
+            self.settle()
+            return self._inline.run(batch, cursor, work)
+        if self._cursor is not cursor or self._under_way is None or self._under_way.done():
+            self._pause, self._cursor = False, cursor
+            self._under_way = self._prefill.submit(lambda: self._advance(cursor))
+        future = self._decode.submit(lambda: self._run(batch))
+        try:
+            return future.result()
+        except BaseException:
+            wait([future])  # an interrupt must not leave a batch behind whose pages are about to be given back
+            raise
+
+    def settle(self) -> None:
+        """See ``Executor``."""
+        if self._under_way is not None:
+            self._pause = True
+            wait([self._under_way])
+            self._under_way = self._cursor = None
+
+    def _run(self, batch: PackedBatch) -> torch.Tensor:
+        began = self._clock()
+        logits = self._runner.run(batch)
+        self._spans.add(Span("decode cores", "batch", began, self._clock(), batch.num_tokens))
+        return logits
+
+    def _advance(self, cursor: PrefillCursor) -> None:
+        def may_go_on() -> bool:
+            return not (self._pause or cursor.done or self._prefill.stopping.is_set())
+
+        while may_go_on():
+            piece = cursor.next_piece
+            with self._spans.of_prefill("prefill cores", cursor, self._clock):
+                while cursor.next_piece is piece and may_go_on():
+                    cursor.advance()

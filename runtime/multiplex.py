@@ -1,0 +1,112 @@
+"""How prefill and decode share the machine.
+
+    "off"      one batch: decodes and prefill chunks together, in every layer
+    "layers"   in turns: the decodes through all layers, then the prompt through a few
+    "streams"  at the same time: the decodes on some cores, the prompt on the others
+
+What runs is decided step by step by a ``MultiplexPolicy``. ``Fixed`` always says the same; one that looks at the step
+and at what was measured (``Contention``) fits in without a change elsewhere: a prompt that is under way goes on in
+whatever mode comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import torch
+
+from chunkc.runtime.executors import Division
+from chunkc.runtime.lanes import available_cores
+
+if TYPE_CHECKING:
+    from chunkc.runtime.contention import Contention
+
+Mode = Literal["off", "layers", "streams"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a policy may look at before a step is planned.
+
+    Attributes:
+        decodes: running requests that decode.
+        prefill_tokens: tokens of admitted prompts that are not in the cache yet.
+        waiting: requests without pages.
+        apart: whether a prefill is under way apart from the batch.
+        contention: what was measured on this machine, None where nothing was.
+    """
+
+    decodes: int
+    prefill_tokens: int
+    waiting: int
+    apart: bool
+    contention: Contention | None
+
+
+class MultiplexPolicy(Protocol):
+    """Chooses the mode of each step."""
+
+    def mode(self, view: StepView) -> Mode:
+        """The mode of the step that is about to be planned."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same mode in every step."""
+
+    chosen: Mode
+
+    def mode(self, view: StepView) -> Mode:
+        """What it was made with."""
+        return self.chosen
+
+
+def check_mode(mode: object) -> Mode:
+    """The mode, if it is one.
+
+    Raises:
+        ValueError: it is none of ``MODES``.
+    """
+    if mode not in MODES:
+        raise ValueError(f"multiplex={mode!r}: must be one of {', '.join(map(repr, MODES))}")
+    return mode  # type: ignore[return-value]
+
+
+def divisions() -> list[Division]:
+    """Every way to divide this process's cores, the fewest for the decodes first. As many cores as torch has threads.
+
+    Raises:
+        ValueError: there is one core only, or torch is limited to one thread.
+    """
+    cores = available_cores()[: torch.get_num_threads()]
+    if len(cores) < 2:
+        raise ValueError(
+            "multiplex='streams' needs two cores or more, one for decodes and one for prefill; this process may use "
+            f"{len(available_cores())} and torch {torch.get_num_threads()} thread(s). Use 'layers' or 'off'."
+        )
+    return [Division(tuple(cores[:count]), tuple(cores[count:])) for count in range(1, len(cores))]
+
+
+def division_of(decode_cores: int, every: Sequence[Division]) -> Division:
+    """The division, out of ``divisions``, with so many cores for the decodes.
+
+    Raises:
+        ValueError: that leaves none for the prefill.
+    """
+    if not 1 <= decode_cores <= len(every):
+        raise ValueError(f"decode_cores={decode_cores}: must be 1 to {len(every)}, so that the prefill has a core, too")
+    return every[decode_cores - 1]
+
+
+def check_cores(decode_cores: int | None) -> None:
+    """Whether prefill and decode can have cores of their own, so many of them for the decodes (None: any number).
+
+    Raises:
+        ValueError: there is but one core, or none would be left for the prefill.
+    """
+    every = divisions()
+    if decode_cores is not None:
+        division_of(decode_cores, every)
