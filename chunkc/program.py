@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chunkc.inductor import GraphFunction
+from chunkc.kernels.packed_linear import PackedWeight
 from chunkc.parts import WEIGHT
 
 
@@ -110,7 +111,8 @@ class LoweredGraph:
             for i, part in enumerate(program.parts)
         )
         self._result = places[program.result]
-        self._weight_sizes = {name: weight.numel() for name, weight in weights.items()}
+        packed = {each.handle.data_ptr(): each.numel for each in resources if isinstance(each, PackedWeight)}
+        self._weight_sizes = {name: packed.get(w.data_ptr(), w.numel()) for name, w in weights.items()}
 
     @property
     def num_parts(self) -> int:
@@ -118,7 +120,7 @@ class LoweredGraph:
         return len(self._steps)
 
     def weights_of(self, part: int) -> int:
-        """How many numbers the weights of a part hold."""
+        """How many numbers the weights of a part hold, those behind handles included."""
         names = self.program.parts[part].inputs
         return sum(self._weight_sizes[name.removeprefix(WEIGHT)] for name in names if name.startswith(WEIGHT))
 

@@ -4,9 +4,9 @@
 // from an atomic counter in the table's order. The one that finishes the last piece of a split block merges the pieces,
 // in the order of the keys: the same result whoever it is.
 
+#include "cpu_parallel.h"
 #include "cpu_task.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -26,7 +26,7 @@ void append_and_clear(
   const int64_t heads = k.size(1), qk_dim = k.size(2), v_dim = v.size(2), page_size = k_pages.size(2);
   const int64_t num_slots = k_pages.size(0) * page_size, out_row = out.size(1) * out.size(2);
   const int64_t* slots = slot_mapping.data_ptr<int64_t>();
-  at::parallel_for(0, k.size(0), 64, [&](int64_t begin, int64_t end) {
+  parallel_ranges(k.size(0), 64, [&](int64_t begin, int64_t end) {
     std::fill_n(to_out.at(begin, 0), (end - begin) * out_row, T(0.0f));
     for (int64_t t = begin; t < end; ++t) {
       if (slots[t] < 0)
@@ -49,13 +49,13 @@ int64_t threads_for(const Task* tasks, int64_t num_tasks, const Call& call) {
     const int64_t row_cost = 8 + tasks[i].row_end - tasks[i].row_begin;  // up to 8 rows, loading counts
     elements += (int64_t(tasks[i].kv_end) - tasks[i].kv_begin) * (call.qk_dim + call.v_dim) * row_cost / 8;
   }
-  return std::min({int64_t(at::get_num_threads()), num_tasks, 1 + std::max<int64_t>(elements, 0) / kElements});
+  return std::min({num_threads(), num_tasks, 1 + std::max<int64_t>(elements, 0) / kElements});
 }
 
 template <typename T>
 void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_t threads) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  in_parallel(threads, [&](int64_t) {
     thread_local Workspace workspace;
     for (int64_t i = next++; i < num_tasks; i = next++)
       body.run(tasks[i], workspace);

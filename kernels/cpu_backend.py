@@ -14,7 +14,7 @@ from chunkc.errors import ChunkcError
 from chunkc.kernels import ops  # noqa: F401  the library's registrations need the operator's definition
 from chunkc.kernels.native import NativeLibrary
 
-_HEADERS = ("cpu_call.h", "cpu_products.h", "cpu_elements.h", "cpu_simd.h")
+_HEADERS = ("cpu_call.h", "cpu_parallel.h", "cpu_products.h", "cpu_elements.h", "cpu_simd.h")
 _FLAGS = ("-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 LIBRARY = NativeLibrary(
     "cpu_attention",

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "cpu_linear_tile.h"
+#include "cpu_parallel.h"
 
 #if defined(CHUNKC_AVX512)
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 namespace chunkc {
@@ -32,7 +32,7 @@ void pack(const at::Tensor& weight, const Layout& layout, char* to) {
   constexpr int64_t kSome = 64;  // elements of a row at a time: what they are scattered over fits the first level cache
   const T* from = weight.const_data_ptr<T>();
   const int64_t row = weight.stride(0), column = weight.stride(1);
-  at::parallel_for(0, layout.panels(), 4, [&](int64_t begin, int64_t end) {
+  parallel_ranges(layout.panels(), 4, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const T* rows = from + panel * kPanelColumns * row;
       const int64_t columns = layout.columns(panel), width = layout.vectors(panel) * kLanes;

@@ -94,10 +94,10 @@ void multiply_block(const Product<T>& p, int64_t first, int64_t rows, int64_t pa
 
 template <typename T>
 void multiply(const Product<T>& p) {
-  const Division division = divide(p.rows, p.layout, at::get_num_threads());
+  const Division division = divide(p.rows, p.layout, num_threads());
   const int64_t panels = p.layout.panels(), units = division.blocks * division.groups;
   std::atomic<int64_t> next{0};
-  const auto run = [&](int64_t, int64_t) {
+  const auto run = [&](int64_t) {
     for (int64_t unit = next++; unit < units; unit = next++) {
       const int64_t block = unit / division.groups, group = unit % division.groups;
       const int64_t first = part_begin(p.rows, division.blocks, block);
@@ -106,10 +106,7 @@ void multiply(const Product<T>& p) {
           part_begin(panels, division.groups, group), part_begin(panels, division.groups, group + 1));
     }
   };
-  if (division.threads == 1)
-    run(0, 1);
-  else
-    at::parallel_for(0, division.threads, 1, run);
+  in_parallel(division.threads, run);
 }
 
 }  // namespace chunkc

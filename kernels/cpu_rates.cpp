@@ -4,9 +4,9 @@
 // The products are torch's brgemm where it has one, and the attention's own register tiles.
 
 #include "cpu_call.h"
+#include "cpu_parallel.h"
 #include "cpu_products.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 
 #include <chrono>
@@ -38,7 +38,7 @@ int32_t read(const char* begin, const char* end) {
 template <typename T, typename F>
 double product_rate(int64_t m, int64_t n, int64_t k, int64_t count, int64_t threads, const F& multiply) {
   const auto loop = [&](int64_t times) {
-    at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    in_parallel(threads, [&](int64_t) {
       thread_local Buffer<T> a, b;
       thread_local Buffer<float> c;
       std::fill_n(a.reserve(m * k), m * k, T(0.0f)), std::fill_n(b.reserve(k * n), k * n, T(0.0f));
@@ -90,7 +90,7 @@ extern "C" double chunkc_read_rate(const char* data, int64_t bytes, int64_t thre
   const int64_t share = bytes / threads;
   std::vector<int32_t> seen(threads);
   const double start = chunkc::seconds();
-  at::parallel_for(0, threads, 1, [&](int64_t t, int64_t) {
+  chunkc::in_parallel(threads, [&](int64_t t) {
     seen[t] = chunkc::read(data + t * share, data + (t + 1) * share);
   });
   return share * threads / (chunkc::seconds() - start);

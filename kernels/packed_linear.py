@@ -46,6 +46,7 @@ LIBRARY = NativeLibrary(
         "cpu_linear_product.h",
         "cpu_linear_layout.h",
         "cpu_linear_tile.h",
+        "cpu_parallel.h",
         "cpu_simd.h",
     ),
     flags=("-march=native", "-fopenmp"),
@@ -70,6 +71,7 @@ class PackedWeight:
 
     Attributes:
         handle: int64 [1], to be passed to ``chunkc::packed_linear``.
+        numel: numbers in the weight, N K.
 
     Raises:
         ChunkcError: a compiler is there but could not build the library, or the library does not load.
@@ -83,7 +85,7 @@ class PackedWeight:
             number, free = next(_numbers), _opaque.pop
             # no batch size: the layout must serve every number of rows
             _opaque[number] = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
-        self.handle = torch.tensor([number])
+        self.handle, self.numel = torch.tensor([number]), weight.numel()
         weakref.finalize(self, free, number).atexit = False
 
 

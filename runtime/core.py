@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chunkc.errors import InvalidRequestError
@@ -31,6 +32,8 @@ from chunkc.runtime.spans import SpanLog
 from chunkc.runtime.streams import EventSink
 
 if TYPE_CHECKING:
+    import torch
+
     from chunkc.runtime.runner import ModelRunner
 
 KEPT_COMPLETIONS = 4096  # the latest completions stay available by request id
@@ -220,13 +223,16 @@ class EngineCore:
         mode: Mode,
     ) -> _Outcome:
         outcome = _Outcome(ran=self._clock())
+
+        def use(logits: torch.Tensor) -> Sampled | None:
+            outcome.ran = self._clock()
+            return self._sampler.sample(logits, samplers) if samplers else None
+
         try:
             batch = pack(chunks, self._pool) if chunks else None
-            logits = self._modes.executor(mode).run(batch, cursor, work)
-            outcome.ran = self._clock()
-            if samplers:
-                assert logits is not None
-                outcome.sampled = self._sampler.sample(logits, samplers)
+            outcome.sampled = self._modes.executor(mode).run(batch, use, cursor, work)
+            if cursor is not None:
+                outcome.ran = self._clock()
         except Exception as error:
             outcome.error, outcome.ran = error, self._clock()
         return outcome
@@ -262,7 +268,7 @@ class EngineCore:
             if samplers := piece.samplers:
                 assert piece.logits is not None
                 try:
-                    sampled = self._sampler.sample(piece.logits, samplers)
+                    sampled = self._modes.compute(partial(self._sampler.sample, piece.logits, samplers))
                 except Exception as error:
                     joined.failed = True
                     message = f"the step failed with {type(error).__name__}: {error}"

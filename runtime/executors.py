@@ -5,7 +5,11 @@
               |part|part|part|part|part|part|part|part|part|part|part ...          the others
 
 A batch is one launch through the whole model: decodes, and prefill chunks where prefill is not apart. The caller asks
-for a batch and has its logits when ``run`` returns; how far the prefill came meanwhile, the cursor knows.
+for a batch and has what it makes of the logits when ``run`` returns; how far the prefill came meanwhile, the cursor
+knows.
+
+Whatever computes on tensors goes through here, sampling too: a thread that takes all cores for an instant makes both
+lanes wait for it, as each of its cores is somebody else's.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -26,25 +30,38 @@ from chunkc.runtime.spans import Span, SpanLog
 if TYPE_CHECKING:
     from chunkc.runtime.runner import ModelRunner
 
+Result = TypeVar("Result")
+
 
 class Executor(Protocol):
     """Computes. One thread at a time calls it."""
 
-    def run(self, batch: PackedBatch | None, cursor: PrefillCursor | None, work: float | None) -> torch.Tensor | None:
+    def run(
+        self,
+        batch: PackedBatch | None,
+        use: Callable[[torch.Tensor], Result],
+        cursor: PrefillCursor | None,
+        work: float | None,
+    ) -> Result | None:
         """Computes the batch, and goes on with the cursor's prefill.
 
         Args:
             batch: None where nobody decodes.
+            use: called with the batch's logits [L, V], on the cores that computed them.
             cursor: None where no prefill is apart.
             work: how much of the prefill goes with one batch, in tokens through the whole model
                 (``Piece.work``), if they are computed in turns; None for all that is left.
 
         Returns:
-            The batch's logits [L, V]; None without a batch.
+            What ``use`` returned; None without a batch.
 
         Raises:
-            Exception: what the model raised for the batch. What it raised for the prefill is the cursor's ``error``.
+            Exception: what the model or ``use`` raised. What the model raised for the prefill is the cursor's
+                ``error``.
         """
+
+    def compute(self, call: Callable[[], Result]) -> Result:
+        """Calls on the cores where a batch would run, and returns or raises what the call does."""
 
     def settle(self) -> None:
         """Returns when no part of any cursor is running. Until the next ``run`` none starts."""
@@ -56,12 +73,18 @@ class Inline:
     def __init__(self, runner: ModelRunner, spans: SpanLog, clock: Callable[[], float] = time.perf_counter) -> None:
         self._runner, self._spans, self._clock = runner, spans, clock
 
-    def run(self, batch: PackedBatch | None, cursor: PrefillCursor | None, work: float | None) -> torch.Tensor | None:
+    def run(
+        self,
+        batch: PackedBatch | None,
+        use: Callable[[torch.Tensor], Result],
+        cursor: PrefillCursor | None,
+        work: float | None,
+    ) -> Result | None:
         """See ``Executor``. At least one part of the prefill runs, so that it comes to its end."""
-        logits = None
+        result = None
         if batch is not None:
             began = self._clock()
-            logits = self._runner.run(batch)
+            result = use(self._runner.run(batch))
             self._spans.add(Span("all cores", "batch", began, self._clock(), batch.num_tokens))
         if cursor is not None and not cursor.done:
             left = None if work is None else work * self._runner.num_parts
@@ -73,7 +96,11 @@ class Inline:
                         coming = cursor.next_piece
                         if coming is None or left < coming.work / 2:  # nearer to what was asked for without it
                             break
-        return logits
+        return result
+
+    def compute(self, call: Callable[[], Result]) -> Result:
+        """See ``Executor``."""
+        return call()
 
     def settle(self) -> None:
         """Nothing runs between two calls of ``run``."""
@@ -116,15 +143,25 @@ class Streams:
         self._under_way: Future[None] | None = None
         self._pause = False
 
-    def run(self, batch: PackedBatch | None, cursor: PrefillCursor | None, work: float | None) -> torch.Tensor | None:
+    def run(
+        self,
+        batch: PackedBatch | None,
+        use: Callable[[torch.Tensor], Result],
+        cursor: PrefillCursor | None,
+        work: float | None,
+    ) -> Result | None:
         """See ``Executor``."""
         if batch is None or cursor is None or cursor.done:
             self.settle()
-            return self._inline.run(batch, cursor, work)
+            return self._inline.run(batch, use, cursor, work)
         if self._cursor is not cursor or self._under_way is None or self._under_way.done():
             self._pause, self._cursor = False, cursor
             self._under_way = self._prefill.submit(lambda: self._advance(cursor))
-        future = self._decode.submit(lambda: self._run(batch))
+        return self.compute(lambda: self._run(batch, use))
+
+    def compute(self, call: Callable[[], Result]) -> Result:
+        """See ``Executor``."""
+        future = self._decode.submit(call)
         try:
             return future.result()
         except BaseException:
@@ -138,11 +175,11 @@ class Streams:
             wait([self._under_way])
             self._under_way = self._cursor = None
 
-    def _run(self, batch: PackedBatch) -> torch.Tensor:
+    def _run(self, batch: PackedBatch, use: Callable[[torch.Tensor], Result]) -> Result:
         began = self._clock()
-        logits = self._runner.run(batch)
+        result = use(self._runner.run(batch))
         self._spans.add(Span("decode cores", "batch", began, self._clock(), batch.num_tokens))
-        return logits
+        return result
 
     def _advance(self, cursor: PrefillCursor) -> None:
         def may_go_on() -> bool:

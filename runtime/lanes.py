@@ -67,6 +67,8 @@ def _serve(work: queue.SimpleQueue[_Work | None], cores: tuple[int, ...], ready:
     try:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
+        # A thread's first look at the number sets it to what is set for all, so that has to come before.
+        torch.get_num_threads()
         torch.set_num_threads(len(cores))
     except Exception as error:
         ready.set_exception(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chunkc.runtime.contention import Contention, candidates, measure
-from chunkc.runtime.executors import Division, Executor, Inline, Streams
+from chunkc.runtime.executors import Division, Executor, Inline, Result, Streams
 from chunkc.runtime.multiplex import Fixed, Mode, MultiplexPolicy, StepView, check_mode, division_of, divisions
 from chunkc.runtime.spans import SpanLog
 
@@ -88,6 +88,10 @@ class Modes:
             self._current.settle()
             self._current = wanted
         return wanted
+
+    def compute(self, call: Callable[[], Result]) -> Result:
+        """Calls where the last step's batch ran, or would have."""
+        return self._current.compute(call)
 
     def settle(self) -> None:
         """Returns when no part of any prefill is running."""

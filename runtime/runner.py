@@ -119,7 +119,8 @@ class GraphRunner:
         self.num_parts = graph.num_parts
         self._graph = graph
         self._layers = tuple(layers)
-        self._linear_flops = _linear_flops(graph)
+        #: floating point operations of a token outside of attention, in a median part
+        self._linear_operations = _linear_operations(graph)
         self._plans: dict[int, AttentionLayer] = {layer.plan: layer for layer in layers}
         self._pages: dict[str, torch.Tensor] = {}
         try:
@@ -156,7 +157,12 @@ class GraphRunner:
             if shape.chunk:
                 visible = np.minimum(visible, positions % shape.chunk + 1)
             flops += 2 * (shape.qk_dim + shape.v_dim) * shape.num_kv_heads * shape.group * visible
-        return 1 + flops / (max(len(self._layers), 1) * self._linear_flops)
+        return 1 + flops / (max(len(self._layers), 1) * self._linear_operations)
+
+    @property
+    def linear_operations(self) -> float:
+        """Floating point operations of a token outside of attention, in all parts."""
+        return self._linear_operations * max(len(self._layers), 1)
 
     @property
     def bytes_per_token(self) -> float:
@@ -216,7 +222,7 @@ class _GraphForward:
         return self._graph.logits(self._state)
 
 
-def _linear_flops(graph: Graph) -> float:
+def _linear_operations(graph: Graph) -> float:
     """Floating point operations of a token outside of attention, in a median part of the graph."""
     return 2 * max(1.0, statistics.median(graph.weights_of(part) for part in range(graph.num_parts)))
 

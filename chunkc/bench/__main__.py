@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "chunkc.bench.serve",
     "plan": "chunkc.bench.plan",
     "kernels": "chunkc.bench.kernels",
+    "steps": "chunkc.bench.steps",
     "multiplex": "chunkc.bench.multiplex",
     "peers": "chunkc.bench.peers",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from serving import with_cache
@@ -61,6 +62,16 @@ def compiled(tmp_path_factory):
 def test_each_kind_of_part_is_compiled_once(compiled):
     """The embedding, two layers that are alike, and the last layer with the head."""
     assert compiled[2] == (3, 3)
+
+
+def test_what_a_token_costs_is_counted_from_the_weights(compiled):
+    """Two operations a weight of a layer, be it packed or not; and attention grows with the position."""
+    model, engine, _ = compiled
+    layer = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
+    assert engine.runner.linear_operations == 3 * 2 * layer
+    attention = 2 * (16 + 16) * 4  # operations of a key for all heads
+    costs = engine.runner.row_costs(np.array([0, 99]))
+    np.testing.assert_allclose(costs, [1 + attention / (2 * layer), 1 + 100 * attention / (2 * layer)])
 
 
 def test_no_number_of_tokens_compiles_anything(compiled):

@@ -50,6 +50,10 @@ class Mixed(World):
         return Streams(self.runner, Division((first,), (second,)), self.spans)
 
 
+def keep(logits):
+    return logits
+
+
 def names(spans: SpanLog) -> list[tuple[str, str, int, int | None]]:
     return [(span.lane, span.name, span.tokens, span.parts) for span in spans.all()]
 
@@ -59,7 +63,7 @@ def test_inline_is_the_batch_and_then_a_slice():
     inline, cursor = Inline(world.runner, world.spans), world.apart("tokens", None)
     piece = cursor.pieces[0]
     # half of the work of one way through: one and a half parts of three, and the half is not begun
-    logits = inline.run(world.batch, cursor, piece.work / 2)
+    logits = inline.run(world.batch, keep, cursor, piece.work / 2)
     assert logits.shape == (1, 97) and cursor.parts_done in (1, 2)
     assert names(world.spans)[0] == ("all cores", "batch", 1, None)
     assert names(world.spans)[1] == ("all cores", "prefill", 12, cursor.parts_done)
@@ -68,11 +72,11 @@ def test_inline_is_the_batch_and_then_a_slice():
 def test_a_slice_is_at_least_a_part_and_none_without_limit():
     world = Mixed()
     inline, cursor = Inline(world.runner, world.spans), world.apart("layers", 4.0)
-    assert inline.run(None, cursor, 1e-9) is None
+    assert inline.run(None, keep, cursor, 1e-9) is None
     assert cursor.parts_done == 1
-    inline.run(None, cursor, None)
+    inline.run(None, keep, cursor, None)
     assert cursor.done
-    assert inline.run(world.batch, cursor, None).shape == (1, 97)
+    assert inline.run(world.batch, keep, cursor, None).shape == (1, 97)
 
 
 def test_a_batch_does_not_wait_for_the_prefill(two_cores):
@@ -80,7 +84,7 @@ def test_a_batch_does_not_wait_for_the_prefill(two_cores):
     gate = world.runner.before_part = Gate(tokens=12, part=1)
     streams, cursor = world.streams(), world.apart("tokens", None)
     for _ in range(3):  # with the prefill held in its second part
-        assert streams.run(world.batch, cursor, 1.0).shape == (1, 97)
+        assert streams.run(world.batch, keep, cursor, 1.0).shape == (1, 97)
         assert gate.reached.wait(SECONDS)
     assert cursor.parts_done == 1 and not cursor.done
     gate.open.set()
@@ -89,11 +93,25 @@ def test_a_batch_does_not_wait_for_the_prefill(two_cores):
     assert ("decode cores", "batch", 1, None) in names(world.spans)
 
 
+def test_logits_are_used_where_they_were_computed(two_cores):
+    world = Mixed()
+    streams = world.streams()
+
+    def where(_=None):
+        return threading.current_thread().name
+
+    main = threading.current_thread().name
+    assert streams.run(world.batch, where, None, None) == main
+    assert streams.run(world.batch, where, world.apart("tokens", None), None) == "chunkc decode"
+    assert streams.compute(where) == "chunkc decode"
+    assert Inline(world.runner, world.spans).compute(where) == main
+
+
 def test_settle_waits_for_the_part_that_runs_and_no_other_begins(two_cores):
     world = Mixed()
     gate = world.runner.before_part = Gate(tokens=12, part=0)
     streams, cursor = world.streams(), world.apart("tokens", None)
-    streams.run(world.batch, cursor, 1.0)
+    streams.run(world.batch, keep, cursor, 1.0)
     assert gate.reached.wait(SECONDS)
     settled = threading.Event()
     thread = threading.Thread(target=lambda: (streams.settle(), settled.set()))
@@ -109,9 +127,9 @@ def test_settle_waits_for_the_part_that_runs_and_no_other_begins(two_cores):
 def test_without_decodes_the_prefill_goes_on_inline(two_cores):
     world = Mixed()
     streams, cursor = world.streams(), world.apart("tokens", 6)
-    streams.run(world.batch, cursor, 1.0)
+    streams.run(world.batch, keep, cursor, 1.0)
     while not cursor.done:
-        streams.run(None, cursor, 1.0)
+        streams.run(None, keep, cursor, 1.0)
     assert {span.lane for span in world.spans.all() if span.name == "prefill"} <= {"all cores", "prefill cores"}
     assert cursor.error is None and cursor.pieces[-1].logits is not None
 
@@ -120,7 +138,7 @@ def test_a_prefill_that_was_stopped_goes_on_with_the_next_batch(two_cores):
     world = Mixed()
     streams, cursor = world.streams(), world.apart("tokens", 1)
     while not cursor.done:
-        streams.run(world.batch, cursor, 1.0)
+        streams.run(world.batch, keep, cursor, 1.0)
         streams.settle()
     assert cursor.parts_done == 12 * 3
 
@@ -131,7 +149,7 @@ def test_the_next_cursor_starts_although_the_lane_still_ends_the_last(two_cores)
     for _ in range(200):
         cursor = world.apart("tokens", None)
         while not cursor.done:
-            streams.run(world.batch, cursor, 1.0)
+            streams.run(world.batch, keep, cursor, 1.0)
         assert cursor.error is None
         cursor.close()
 
@@ -146,8 +164,8 @@ def test_an_error_of_the_batch_is_raised_and_the_prefill_goes_on(two_cores):
     streams, cursor = world.streams(), world.apart("tokens", None)
     world.runner.before_part = fail
     with pytest.raises(RuntimeError, match="broken"):
-        streams.run(world.batch, cursor, 1.0)
-    streams.run(None, cursor, None)
+        streams.run(world.batch, keep, cursor, 1.0)
+    streams.run(None, keep, cursor, None)
     assert cursor.done and cursor.error is None
 
 

@@ -28,9 +28,10 @@ def test_work_runs_on_the_lanes_cores_with_a_thread_for_each(lane):
     assert os.sched_getaffinity(0) == set(available_cores()), "the caller's cores are its own"
 
 
-def test_other_threads_keep_their_number_of_threads(two_cores):
+def test_lane_and_other_threads_have_their_number_of_threads(two_cores):
     lane = Lane("test", available_cores()[:1])
     assert torch.get_num_threads() == 2
+    assert lane.submit(torch.get_num_threads).result() == 1
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
