@@ -10,6 +10,7 @@ tokenizer, an abort) ends that request and no other; an error of the model ends 
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from chunkc.runtime.sampling import Sampled, Sampler
 from chunkc.runtime.scheduler import Scheduler
 from chunkc.runtime.spans import SpanLog
 from chunkc.runtime.streams import EventSink
+from chunkc.runtime.teams import release_team
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +101,7 @@ class EngineCore:
         self.buffered: list[TokenEvent] = []
         self.late_aborts: deque[str] = deque()
         self.in_step = False
+        self._stepper: int | None = None
 
     def is_known(self, request_id: str) -> bool:
         """Whether a request of that name is unfinished or still available."""
@@ -147,6 +150,10 @@ class EngineCore:
             self._step()
         finally:
             self.in_step = False
+            me, before = threading.get_ident(), self._stepper
+            self._stepper = me
+            if not self.live or before not in (None, me):
+                release_team()  # whoever steps next may be another thread
 
     def _step(self) -> None:
         began = self._clock()

@@ -32,6 +32,7 @@ from chunkc.runtime.request import Request
 from chunkc.runtime.scheduler import PrefillPolicy, Scheduler
 from chunkc.runtime.spans import SpanLog
 from chunkc.runtime.streams import EventSink, Feed, Gather, TokenStream
+from chunkc.runtime.teams import release_team
 
 if TYPE_CHECKING:
     from chunkc.runtime.contention import Contention
@@ -362,6 +363,7 @@ class Engine:
             for request in requests:
                 if request.request_id not in gather.completions:
                     self.abort(request.request_id)
+            release_team()  # other threads may go on
             if bar is not None:
                 bar.close()
 

@@ -26,6 +26,7 @@ from chunkc.runtime.batch import PackedBatch
 from chunkc.runtime.cursor import PrefillCursor
 from chunkc.runtime.lanes import Lane
 from chunkc.runtime.spans import Span, SpanLog
+from chunkc.runtime.teams import release_team
 
 if TYPE_CHECKING:
     from chunkc.runtime.runner import ModelRunner
@@ -142,6 +143,7 @@ class Streams:
         self._cursor: PrefillCursor | None = None
         self._under_way: Future[None] | None = None
         self._pause = False
+        self._in_lanes = False
 
     def run(
         self,
@@ -153,7 +155,9 @@ class Streams:
         """See ``Executor``."""
         if batch is None or cursor is None or cursor.done:
             self.settle()
+            self._move(to_lanes=False)
             return self._inline.run(batch, use, cursor, work)
+        self._move(to_lanes=True)
         if self._cursor is not cursor or self._under_way is None or self._under_way.done():
             self._pause, self._cursor = False, cursor
             self._under_way = self._prefill.submit(lambda: self._advance(cursor))
@@ -174,6 +178,16 @@ class Streams:
             self._pause = True
             wait([self._under_way])
             self._under_way = self._cursor = None
+
+    def _move(self, *, to_lanes: bool) -> None:
+        """Lets go of the OpenMP threads of where nothing is computed from now on, see ``teams``."""
+        if to_lanes == self._in_lanes:
+            return
+        self._in_lanes = to_lanes
+        if to_lanes:
+            release_team()
+        else:
+            wait([lane.submit(release_team) for lane in (self._decode, self._prefill) if len(lane.cores) > 1])
 
     def _run(self, batch: PackedBatch, use: Callable[[torch.Tensor], Result]) -> Result:
         began = self._clock()
