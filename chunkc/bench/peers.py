@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="what chunkc loads (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=DTYPES, help="(default: float32)")
     parser.add_argument("--budget", type=int, default=512, metavar="N", help="token budget (default: %(default)s)")
+    parser.add_argument(
+        "--multiplex", default="off", choices=("off", "layers", "streams"), help="ours only (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--quiet", type=float, default=240, metavar="S", help="longest wait for a quiet machine (default: %(default)s)"
@@ -97,6 +100,7 @@ def _ours(args: argparse.Namespace, names: Sequence[str], dtype: str) -> Iterato
         results = Path(folder) / "results.jsonl"
         command = [sys.executable, "-m", "chunkc.bench", "serve", "--model", args.model, "--dtype", dtype]
         command += ["--workload", str(args.workload), "--which", *names, "--budget", str(args.budget)]
+        command += ["--multiplex", args.multiplex]
         _output(OURS, [*command, "--repeat", "1", "--no-hf", "--json", str(results)])
         found = [json.loads(line) for line in results.read_text().splitlines()]
     return iter([(result["workload"], _figures(result)) for result in found])
