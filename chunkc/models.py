@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from chunkc.errors import ChunkcError
+from chunkc.gguf_reading import read_once
+from chunkc.memory import give_back
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +55,12 @@ def load(
     """
     torch_dtype = resolve_dtype(dtype)
     source = locate(name_or_path)
-    if isinstance(source, Path) and source.suffix == ".gguf":
-        return _load_gguf(source, torch_dtype)
-    return _load_huggingface(source, torch_dtype)
+    try:
+        if isinstance(source, Path) and source.suffix == ".gguf":
+            return _load_gguf(source, torch_dtype)
+        return _load_huggingface(source, torch_dtype)
+    finally:
+        give_back()  # what was read of a GGUF file's vocabulary alone is tens of megabytes
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -131,7 +136,7 @@ def _load_gguf(file: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, 
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     )
     try:
-        with _without_progress_bars():
+        with _without_progress_bars(), read_once():
             model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options, **unpack)
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # a damaged file fails anywhere in the reader
