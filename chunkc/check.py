@@ -1,13 +1,14 @@
 """The check at compile: the compiled graph, in mixed batches, against the untouched model.
 
-Four random prompts run through the runner in uneven chunks, mixed with each other's decodes, on scattered pages.
-The logits of every token are compared with the model's own, prompt by prompt. A difference beyond rounding is an
-error that names the first module whose output differs, and no engine is made.
+The model's own logits of four random prompts are computed first, since its weights are let go of where nobody else
+needs them. Then the prompts run through the runner in uneven chunks, mixed with each other's decodes, on scattered
+pages, and the logits of every token are compared. A difference beyond rounding is an error that names the first module
+whose output differs, and no engine is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from chunkc.runtime.runner import ModelRunner
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 #: fraction of rows that must keep within it; in half precision a near tie may route a token to another expert
 _ROWS_WITHIN = {torch.float32: 1.0, torch.float16: 0.9, torch.bfloat16: 0.9}
+#: rows of logits that are compared at a time: they may be large, and are made double
+_ROWS_AT_A_TIME = 4
 #: longest prompt of the probe: windows and chunks larger than this are left to the kernels' own tests
 _LONGEST_PROBE = 640
 
@@ -53,46 +56,71 @@ def probe_lengths(layers: Sequence[AttentionLayer], max_positions: int) -> list[
     return [min(max_positions, n) for n in (max(61, reach + 16), 24, 9, 1)]  # odd, even and one
 
 
-def verify(
-    runner: ModelRunner, layers: Sequence[AttentionLayer], reference: nn.Module, graph_module: fx.GraphModule | None
-) -> Verification:
-    """Compare the runner's logits with the reference model's.
+@dataclass(frozen=True)
+class Expected:
+    """What the model makes of the probe.
+
+    Attributes:
+        prompts: int64 [S].
+        logits: [S, V] for each.
+    """
+
+    prompts: tuple[torch.Tensor, ...]
+    logits: tuple[torch.Tensor, ...]
+
+
+def expect(model: nn.Module, layers: Sequence[AttentionLayer], vocab_size: int, longest: int) -> Expected:
+    """What the untouched model makes of the probe.
 
     Args:
-        runner: its pages are written to; must have room for the probe.
+        model: in evaluation mode and in the dtype that is to be served.
         layers: the graph's attention calls.
-        reference: the untouched model, in evaluation mode and in the runner's dtype.
-        graph_module: the graph before compilation, to find the module where a difference starts, if there is one.
+        vocab_size: token ids are below it.
+        longest: sequence that may be served, in tokens.
 
     Raises:
-        VerificationError: the logits differ by more than rounding.
         UnsupportedModelError: the model's own logits are not finite.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = probe_lengths(layers, runner.max_positions)
-    prompts = [torch.randint(runner.vocab_size, (n,), generator=generator) for n in lengths]
-    ours = _run_mixed(runner, prompts)
-    errors = []
+    prompts = [torch.randint(vocab_size, (n,), generator=generator) for n in probe_lengths(layers, longest)]
+    logits = []
     with torch.no_grad():
-        for prompt, logits in zip(prompts, ours, strict=True):
-            expected = logits_of(reference, prompt[None], torch.arange(len(prompt))[None])[0]
-            if not expected.isfinite().all():
+        for prompt in prompts:
+            logits.append(logits_of(model, prompt[None], torch.arange(len(prompt))[None])[0])
+            if not logits[-1].isfinite().all():
                 raise UnsupportedModelError(
                     "the model's own logits are not finite", hint="Look for NaN or infinity in its weights."
                 )
-            errors.append(_row_errors(logits, expected))
-    dtype = expected.dtype
+    return Expected(tuple(prompts), tuple(logits))
+
+
+def verify(
+    runner: ModelRunner, expected: Expected, find_module: Callable[[torch.Tensor, float], str | None]
+) -> Verification:
+    """Compare the runner's logits with the model's.
+
+    Args:
+        runner: its pages are written to; must have room for the probe.
+        expected: what the model makes of the probe.
+        find_module: names, for a prompt with a wrong result and the tolerance, the module where the difference starts.
+
+    Raises:
+        VerificationError: the logits differ by more than rounding.
+    """
+    errors = [torch.full((len(prompt),), float("nan"), dtype=torch.double) for prompt in expected.prompts]
+    for request, start, end, logits in _run_mixed(runner, expected.prompts):
+        errors[request][start:end] = _row_errors(logits, expected.logits[request][start:end])
+    dtype = expected.logits[0].dtype
     rows = torch.cat(errors)
     tolerance = TOLERANCE[dtype]
     within = (rows <= tolerance).double().mean()  # NaN is not within
     if within < _ROWS_WITHIN[dtype]:
         first = next(i for i, error in enumerate(errors) if not bool((error <= tolerance).all()))
-        where = graph_module and _first_difference(graph_module, reference, prompts[first], tolerance)
         raise VerificationError(
             f"the compiled graph's logits differ from the model's (row error {float(rows.max()):.2g} of the logits' "
             f"spread, {tolerance:.2g} allowed, {float(within):.0%} of rows within)",
             op="logits",
-            module=where,
+            module=find_module(expected.prompts[first], tolerance),
             hint="Please report it with the model's configuration. verify='off' would serve these wrong logits.",
         )
     return Verification(float(rows.max()), len(rows), tolerance)
@@ -100,9 +128,12 @@ def verify(
 
 def _row_errors(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Root mean square difference of each row over the row's standard deviation. [S, V] twice -> [S]."""
-    logits, expected = logits.double(), expected.double()
-    spread = expected.std(dim=-1).clamp_min(1e-6)
-    return (logits - expected).pow(2).mean(dim=-1).sqrt() / spread
+    errors = []
+    for ours, theirs in zip(logits.split(_ROWS_AT_A_TIME), expected.split(_ROWS_AT_A_TIME), strict=True):
+        theirs = theirs.double()
+        difference = theirs - ours
+        errors.append(difference.pow_(2).mean(dim=-1).sqrt() / theirs.std(dim=-1).clamp_min(1e-6))
+    return torch.cat(errors)
 
 
 def probe_pages(lengths: Sequence[int], page_size: int) -> int:
@@ -129,20 +160,18 @@ def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
         step += 1
 
 
-def _run_mixed(runner: ModelRunner, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of every token of every prompt, computed in mixed batches."""
+def _run_mixed(runner: ModelRunner, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    """(request, start, end, logits of the tokens in between) of every prompt, computed in mixed batches."""
     size = runner.page_size
     lengths = [len(prompt) for prompt in prompts]
     counts = [-(-length // size) for length in lengths]
     scattered = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int()
     tables = scattered.split(counts)
-    results: list[list[torch.Tensor]] = [[] for _ in prompts]
     for chunks in _schedule(lengths):
         logits = runner.run(_pack(chunks, prompts, tables, size))
         parts = logits.split([end - start for _, start, end in chunks])
-        for (request, _, _), part in zip(chunks, parts, strict=True):
-            results[request].append(part.clone())
-    return [torch.cat(parts) for parts in results]
+        for chunk, part in zip(chunks, parts, strict=True):
+            yield *chunk, part
 
 
 def _pack(
@@ -192,10 +221,17 @@ class _LayerOutputs(fx.Interpreter):
         return result
 
 
-def _first_difference(
+def first_difference(
     graph_module: fx.GraphModule, reference: nn.Module, prompt: torch.Tensor, tolerance: float
 ) -> str | None:
-    """Path of the first module, in execution order, whose output differs; None where only batching does it."""
+    """Path of the first module, in execution order, whose output differs; None where only batching does it.
+
+    Args:
+        graph_module: the graph before compilation, over its weights.
+        reference: the untouched model.
+        prompt: int64 [S].
+        tolerance: error of a row, relative to its spread, that is no difference.
+    """
     expected: dict[str, list[torch.Tensor]] = {}
 
     def keep(path: str) -> Any:

@@ -5,11 +5,12 @@ model ──capture, passes, lowering, or the cache (preparation.py)──> call
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,13 @@ from chunkc.capture import shadow
 from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, EngineConfig
 from chunkc.errors import UnsupportedModelError, VerificationError
 from chunkc.kernels import cpu_backend
-from chunkc.lower import MODES
+from chunkc.lower import MODES, forget_weights
 from chunkc.models import load, resolve_dtype
 from chunkc.passes.base import GraphPass
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.preparation import Preparation
 from chunkc.prepared import Prepared
+from chunkc.program import LoweredGraph
 from chunkc.report import CompileReport
 from chunkc.runtime.cache_size import choose_num_pages
 from chunkc.runtime.engine import Engine
@@ -57,9 +59,10 @@ def compile(
     """Compile a causal LM into an engine that serves it with chunked prefill.
 
     Args:
-        model: a HuggingFace causal LM, or a name, folder or GGUF file to load with its tokenizer. The model is not
-            changed. The engine shares some of its weights and has copies of others, so do not change them in place
-            while it serves: compile again.
+        model: a HuggingFace causal LM, or a name, folder or GGUF file to load with its tokenizer. A model object is not
+            changed. The engine shares some of its weights and has copies of others (those of linears, laid out anew),
+            so do not change them in place while it serves: compile again. Of a model loaded by name nothing is kept
+            twice: each weight goes when it is laid out, and memory peaks little above the weights and the cache.
         budget: tokens per iteration, decodes and prefill chunks together; None runs each prompt whole.
         tokenizer: a HuggingFace tokenizer, for text prompts; comes along where ``model`` is loaded here.
         dtype: "float32", "bfloat16", "float16" or the torch dtype; None keeps the model's.
@@ -100,26 +103,32 @@ def compile(
     )
     if multiplex == "streams":
         check_cores(decode_cores)
+    given = model
     if isinstance(model, (str, Path)):
         model, loaded_tokenizer = load(model, dtype=dtype)
         tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
     reference = _reference(model, resolve_dtype(dtype))
+    generation_config = getattr(model, "generation_config", None)
+    owned = model is not given
+    if owned:
+        forget_weights(model)
+    reload = functools.partial(_reload, given, dtype)
     if isinstance(passes, str):
         passes = [passes]
     key = None if passes or dump is not None or mode != "compiled" else preparation.key_for(reference)
     work = preparation.from_cache(key, reference)
     if work is not None:
         try:
-            runner, report = _check_and_report(work, reference, config, verify, mode)
+            runner, report = _check_and_report(work, reference, reload, owned, config, verify, mode)
         except VerificationError as error:
             said = f"what the cache holds of this model fails the check ({error.reason}); it is made again"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             preparation.forget(key)
-            work = None
+            work, reference = None, reload()
     if work is None:
         with _one_at_a_time:
             work = preparation.from_scratch(reference, passes=passes, dump=dump, mode=mode)
-        runner, report = _check_and_report(work, reference, config, verify, mode)
+        runner, report = _check_and_report(work, reference, reload, owned, config, verify, mode)
         if verify == "on":
             preparation.keep(key, work)
     _say_what_is_limited(work.prepared)
@@ -127,7 +136,7 @@ def compile(
         runner,
         config=config,
         tokenizer=tokenizer,
-        generation_config=getattr(model, "generation_config", None),
+        generation_config=generation_config,
         report=report,
     )
     if multiplex == "streams" and decode_cores is None:
@@ -136,25 +145,47 @@ def compile(
 
 
 def _check_and_report(
-    work: Preparation, reference: nn.Module, config: EngineConfig, verify: str, mode: str
+    work: Preparation,
+    reference: nn.Module,
+    reload: Callable[[], nn.Module],
+    owned: bool,
+    config: EngineConfig,
+    verify: str,
+    mode: str,
 ) -> tuple[GraphRunner, CompileReport]:
     """The runner with its cache, after the check.
+
+    Args:
+        work: its weights are made here, of those of ``reference``.
+        reference: the untouched model. It is asked for the logits to compare with, and then loses its tensors.
+        reload: gives another like it.
+        owned: nobody else holds those tensors.
 
     Raises:
         VerificationError: the logits are not the model's.
         CapacityError: the cache does not fit.
     """
     cpu_backend.load()
-    runner, cache = _make_runner(work, config)
-    verification, verify_seconds = None, 0.0
-    if verify == "on":
+    prepared = work.prepared
+    start = time.perf_counter()
+    expected = (
+        check.expect(reference, prepared.layers, prepared.vocab_size, prepared.longest) if verify == "on" else None
+    )
+    verify_seconds = time.perf_counter() - start
+    forget_weights(reference)
+    start = time.perf_counter()
+    graph = work.lowered(owned=owned)
+    prepare_seconds = work.seconds + time.perf_counter() - start
+    runner, cache = _make_runner(graph, prepared, config)
+    verification = None
+    if expected is not None:
         start = time.perf_counter()
-        verification = _verify(work, runner, reference)
-        verify_seconds = time.perf_counter() - start
+        verification = _verify(work, graph, expected, config.page_size, reload)
+        verify_seconds += time.perf_counter() - start
     report = CompileReport(
-        prepared=work.prepared,
+        prepared=prepared,
         source=work.source,
-        prepare_seconds=work.seconds,
+        prepare_seconds=prepare_seconds,
         mode=mode,
         body=cpu_backend.active_body(),
         verification=verification,
@@ -162,6 +193,12 @@ def _check_and_report(
         cache=cache,
     )
     return runner, report
+
+
+def _reload(given: nn.Module | str | Path, dtype: str | torch.dtype | None) -> nn.Module:
+    """The model to be served once more, since the first one's weights were let go of."""
+    model = load(given, dtype=dtype)[0] if isinstance(given, (str, Path)) else given
+    return _reference(model, resolve_dtype(dtype))
 
 
 def _reference(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -195,9 +232,8 @@ def _reference(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return served
 
 
-def _make_runner(work: Preparation, config: EngineConfig) -> tuple[GraphRunner, str]:
+def _make_runner(graph: LoweredGraph, prepared: Prepared, config: EngineConfig) -> tuple[GraphRunner, str]:
     """The runner with its cache, and a line that says how large that is."""
-    prepared = work.prepared
     page_bytes = bytes_per_page(prepared.layers, config.page_size)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
@@ -210,26 +246,35 @@ def _make_runner(work: Preparation, config: EngineConfig) -> tuple[GraphRunner, 
     tokens = num_pages * config.page_size
     mebibytes = num_pages * page_bytes / 2**20
     said = f"cache: {num_pages} pages of {config.page_size} tokens ({tokens} tokens, {mebibytes:.0f} MiB)"
-    return _runner(work, config.page_size, num_pages), said
+    return _runner(graph, prepared, config.page_size, num_pages), said
 
 
-def _runner(work: Preparation, page_size: int, num_pages: int) -> GraphRunner:
+def _runner(graph: LoweredGraph, prepared: Prepared, page_size: int, num_pages: int) -> GraphRunner:
     return GraphRunner(
-        work.graph,
-        work.prepared.layers,
-        vocab_size=work.prepared.vocab_size,
-        max_positions=work.prepared.longest,
+        graph,
+        prepared.layers,
+        vocab_size=prepared.vocab_size,
+        max_positions=prepared.longest,
         page_size=page_size,
         num_pages=num_pages,
     )
 
 
-def _verify(work: Preparation, runner: GraphRunner, reference: nn.Module) -> check.Verification:
+def _verify(
+    work: Preparation, graph: LoweredGraph, expected: check.Expected, page_size: int, reload: Callable[[], nn.Module]
+) -> check.Verification:
     """The check runs on pages of its own, so that its room does not depend on the size of the cache."""
-    layers = work.prepared.layers
-    lengths = check.probe_lengths(layers, runner.max_positions)
-    probe = _runner(work, runner.page_size, check.probe_pages(lengths, runner.page_size))
-    return check.verify(probe, layers, reference, work.before_lowering)
+
+    def find_module(prompt: torch.Tensor, tolerance: float) -> str | None:
+        if work.before_lowering is None:
+            return None
+        model = reload()
+        found = work.runnable(model)
+        return None if found is None else check.first_difference(found, model, prompt, tolerance)
+
+    lengths = [len(prompt) for prompt in expected.prompts]
+    probe = _runner(graph, work.prepared, page_size, check.probe_pages(lengths, page_size))
+    return check.verify(probe, expected, find_module)
 
 
 def _say_what_is_limited(prepared: Prepared) -> None:

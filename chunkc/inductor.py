@@ -49,7 +49,8 @@ _loaded = itertools.count()
 def environment() -> str:
     """What decides, beside a graph, whether a library made from it can serve this process."""
     compiling = sorted(f"{name}={text}" for name, text in os.environ.items() if name.startswith("TORCHINDUCTOR_"))
-    operators = [str(getattr(torch.ops.chunkc, name).default._schema) for name in ("mixed_attention", "packed_linear")]
+    names = ("mixed_attention", "packed_linear", "packed_rows")
+    operators = [str(getattr(torch.ops.chunkc, name).default._schema) for name in names]
     facts = [
         torch.__version__,
         str(torch.version.git_version),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from chunkc import artifacts, compat, inductor
 from chunkc.inductor import GraphFunction
@@ -35,18 +35,43 @@ class CompileCounter:
 compile_counter = CompileCounter()
 
 
-def lower(
-    graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()
-) -> tuple[LoweredGraph, tuple[str, ...]]:
-    """Compile the graph.
+@dataclass(frozen=True)
+class Compiled:
+    """A graph without its weights.
+
+    Attributes:
+        program: its parts.
+        functions: one a kind.
+        keys: cache keys of the functions; none in mode "eager".
+    """
+
+    program: Program
+    functions: Sequence[GraphFunction]
+    keys: tuple[str, ...] = ()
+
+
+def lower(graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()) -> LoweredGraph:
+    """Compile the graph. Its weights are taken out of it.
 
     Args:
-        graph_module: after all passes; every node has a fake value. Its weights are taken out of it.
-        mode: "compiled" (Inductor) or "eager" (op by op, for debugging).
+        graph_module, mode: see ``compile_parts``; the graph's tensors are real.
         resources: what the passes want kept (``PassContext.resources``).
 
-    Returns:
-        the callable, and the cache keys of its functions, one a kind (none in mode "eager").
+    Raises:
+        ValueError, PassError: see ``compile_parts``.
+    """
+    compiled = compile_parts(graph_module, mode)
+    weights = {name: attribute(graph_module, name).detach() for name in compiled.program.weights}
+    forget_weights(graph_module)
+    return LoweredGraph(compiled.program, compiled.functions, weights, resources)
+
+
+def compile_parts(graph_module: fx.GraphModule, mode: str) -> Compiled:
+    """Compile the graph but for its weights, which may be fake.
+
+    Args:
+        graph_module: after all passes; every node has a fake value.
+        mode: "compiled" (Inductor) or "eager" (op by op, for debugging).
 
     Raises:
         ValueError: unknown mode.
@@ -59,15 +84,11 @@ def lower(
     calls = tuple(PartCall(kind, part.inputs, part.outputs) for kind, part in zip(kinds, parts, strict=True))
     program = Program(tuple(placeholders(graph_module.graph)), calls, name_of(output_node(graph_module.graph)))
     first = [parts[kinds.index(kind)].graph_module for kind in range(program.num_kinds)]
-    keys: tuple[str, ...] = ()
-    functions: list[GraphFunction] = list(first)
-    if mode == "compiled":
-        # all keys before the first compilation, which narrows what the shape environment says of sizes
-        keys = tuple(artifacts.key_of(describe(part.graph), inductor.environment()) for part in first)
-        functions = _compile(first, keys)
-    weights = {name: attribute(graph_module, name).detach() for name in program.weights}
-    _forget_weights(graph_module)
-    return LoweredGraph(program, functions, weights, resources), keys
+    if mode != "compiled":
+        return Compiled(program, first)
+    # all keys before the first compilation, which narrows what the shape environment says of sizes
+    keys = tuple(artifacts.key_of(describe(part.graph), inductor.environment()) for part in first)
+    return Compiled(program, _compile(first, keys), keys)
 
 
 def load(key: str) -> GraphFunction | None:
@@ -103,8 +124,8 @@ def _compile(graph_modules: Sequence[fx.GraphModule], keys: Sequence[str]) -> li
     return [function for function in functions if function is not None]
 
 
-def _forget_weights(graph_module: fx.GraphModule) -> None:
-    """Let go of the tensors, which the lowered graph holds now where it needs them."""
+def forget_weights(graph_module: nn.Module) -> None:
+    """Let go of a module's tensors; who needs one holds it."""
     for module in graph_module.modules():
         module._parameters.clear()
         module._buffers.clear()

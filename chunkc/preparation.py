@@ -6,27 +6,32 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from chunkc import artifacts, inductor
+from chunkc import artifacts, inductor, memory
 from chunkc.errors import UnsupportedModelError
 from chunkc.fingerprint import CannotTell, fingerprint
+from chunkc.inductor import GraphFunction
 from chunkc.kernels import cpu_backend, packed_linear, planner
-from chunkc.lower import lower
+from chunkc.lower import compile_parts, forget_weights
 from chunkc.passes.base import GraphPass
-from chunkc.passes.fx_tools import output_node, value
+from chunkc.passes.fx_tools import attribute, output_node, set_attribute, value
+from chunkc.passes.made_tensors import Made, ingredients, make, make_all
 from chunkc.passes.pipeline import PassPipeline
-from chunkc.prepared import Prepared, constants_of, load_prepared, store
+from chunkc.prepared import Prepared, load_prepared, originals_of, own_tensor, store
 from chunkc.program import LoweredGraph
 from chunkc.rewriting import rewrite
 
 #: larger constants are not worth keeping; capturing the model again is
 _LARGEST_CONSTANTS = 64 * 2**20
+#: bytes that may lie about freed, in the C library's hands, while weights are made
+_TRIM_AFTER = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,58 @@ class Preparation:
 
     Attributes:
         prepared: what is known of it.
-        graph: the callable.
+        functions: one a kind of part.
         source: where it comes from, in words.
         seconds: time it took.
+        originals: what its weights are made of, by name, until ``lowered`` makes them.
+        made: how; nothing where passes made the tensors themselves.
+        resources: what must live as long as the graph may run.
         before_lowering: the graph before compilation, where there is one, to find a faulty module.
-        constants: see ``prepared.store``; None where it cannot be kept.
+        constants: see ``prepared.store``; None where it is not to be kept.
     """
 
     prepared: Prepared
-    graph: LoweredGraph
+    functions: Sequence[GraphFunction]
     source: str
     seconds: float
+    originals: dict[str, torch.Tensor]
+    made: Mapping[str, Made]
+    resources: list[Any] = field(default_factory=list)
     before_lowering: fx.GraphModule | None = None
     constants: dict[str, torch.Tensor] | None = None
+
+    def lowered(self, *, owned: bool = False) -> LoweredGraph:
+        """The callable, once: the tensors that its weights are made of are let go of, one after the other.
+
+        Args:
+            owned: nobody else holds any of them.
+        """
+        freed = 0
+
+        def released(size: int) -> None:
+            nonlocal freed
+            freed += size
+            if freed > _TRIM_AFTER:
+                freed = 0
+                memory.trim()
+
+        names = self.prepared.program.weights
+        held = self.constants or ()  # to be kept on disk
+        weights = make_all(names, self.made, self.originals, self.resources, owned=owned, held=held, released=released)
+        memory.trim()
+        return LoweredGraph(self.prepared.program, self.functions, weights, self.resources)
+
+    def runnable(self, model: nn.Module) -> fx.GraphModule | None:
+        """The graph before compilation, where there is one, over the weights of a model like the one prepared."""
+        graph_module = self.before_lowering
+        if graph_module is None or not self.made:
+            return graph_module
+        originals = originals_of(self.prepared.program, self.made, model, self.constants or {})
+        for node in graph_module.graph.find_nodes(op="get_attr"):
+            set_attribute(
+                graph_module, node.target, make(node.target, self.made, originals.__getitem__, self.resources)
+            )
+        return graph_module
 
 
 def key_for(model: nn.Module) -> str | None:
@@ -59,13 +103,14 @@ def key_for(model: nn.Module) -> str | None:
 
 
 def from_cache(key: str | None, model: nn.Module) -> Preparation | None:
-    """The model as it was kept under ``key``, over its weights; None where the cache does not have all of it."""
+    """The model as it was kept under ``key``, to be made of its weights; None where the cache lacks a piece."""
     start = time.perf_counter()
     entry = artifacts.find("model", key) if key is not None else None
     found = load_prepared(entry, model) if entry is not None else None
     if found is None:
         return None
-    return Preparation(*found, source="the cache", seconds=time.perf_counter() - start)
+    prepared, functions, originals = found
+    return Preparation(prepared, functions, "the cache", time.perf_counter() - start, originals, prepared.made)
 
 
 def from_scratch(
@@ -78,7 +123,8 @@ def from_scratch(
     """
     start = time.perf_counter()
     _build_ahead(mode)
-    rewritten = rewrite(model, passes=passes, dump=dump)
+    deferred = isinstance(passes, Sequence) and not passes  # passes of users may look at what was made
+    rewritten = rewrite(model, passes=passes, dump=dump, deferred=deferred)
     context, graph_module = rewritten.context, rewritten.graph_module
     if not context.facts >= {"paged", "logits_gathered"}:
         raise UnsupportedModelError(
@@ -86,10 +132,10 @@ def from_scratch(
             hint="Use chunkc.rewrite to look at partly rewritten graphs.",
         )
     before_lowering = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    graph, keys = lower(graph_module, mode, context.resources)
+    compiled = compile_parts(graph_module, mode)
     prepared = Prepared(
-        program=graph.program,
-        functions=keys,
+        program=compiled.program,
+        functions=compiled.keys,
         made=dict(context.made),
         layers=tuple(context.attention_layers),
         vocab_size=int(value(output_node(before_lowering.graph)).shape[-1]),
@@ -100,11 +146,28 @@ def from_scratch(
         capture_seconds=rewritten.capture_seconds,
         records=rewritten.records,
     )
-    try:
-        constants = constants_of(graph.program, context.made, before_lowering, model)
-    except AttributeError:  # made of a constant that is gone
-        constants = None
-    return Preparation(prepared, graph, "the model", time.perf_counter() - start, before_lowering, constants)
+    made = prepared.made if deferred else {}
+    names = {part for name in compiled.program.weights for part in ingredients(name, made)}
+    originals = {
+        name: context.ingredients[name] if name in context.ingredients else attribute(graph_module, name).detach()
+        for name in names
+    }
+    constants = None
+    if deferred:
+        constants = {name: tensor for name, tensor in originals.items() if own_tensor(model, name) is None}
+        forget_weights(before_lowering)
+    seconds = time.perf_counter() - start
+    return Preparation(
+        prepared,
+        compiled.functions,
+        "the model",
+        seconds,
+        originals,
+        made,
+        context.resources,
+        before_lowering,
+        constants,
+    )
 
 
 def _build_ahead(mode: str) -> None:

@@ -18,12 +18,13 @@ from torch import nn
 
 from chunkc import artifacts
 from chunkc.artifacts import Entry
+from chunkc.inductor import GraphFunction
 from chunkc.lower import load
 from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, attribute
-from chunkc.passes.made_tensors import Concatenated, Packed, make
+from chunkc.passes.made_tensors import Concatenated, Made, Packed, ingredients
 from chunkc.passes.page_attention import AttentionLayer
 from chunkc.passes.pipeline import PassRecord
-from chunkc.program import LoweredGraph, Program
+from chunkc.program import Program
 
 _DATA, _CONSTANTS = "model.json", "constants.safetensors"
 
@@ -82,8 +83,14 @@ def store(key: str, prepared: Prepared, constants: Mapping[str, torch.Tensor]) -
     artifacts.store("model", key, files, {"parts": len(prepared.program.parts)})
 
 
-def load_prepared(entry: Entry, model: nn.Module) -> tuple[Prepared, LoweredGraph] | None:
-    """The prepared model of a cache entry over the weights of ``model``, or None where a piece is not there."""
+def load_prepared(
+    entry: Entry, model: nn.Module
+) -> tuple[Prepared, list[GraphFunction], dict[str, torch.Tensor]] | None:
+    """The prepared model of a cache entry, its functions, and what its weights are made of, from ``model``.
+
+    Returns:
+        None where a piece is not there.
+    """
     try:
         prepared = _adapter().validate_json((entry.folder / _DATA).read_bytes())
     except ValidationError:  # of an older chunkc
@@ -97,36 +104,19 @@ def load_prepared(entry: Entry, model: nn.Module) -> tuple[Prepared, LoweredGrap
         from safetensors.torch import load_file
 
         constants = load_file(entry.folder / _CONSTANTS)
-    resources: list[Any] = []
-    original = functools.partial(_original, model, constants)
-    weights = {name: make(name, prepared.made, original, resources).detach() for name in prepared.program.weights}
-    return prepared, LoweredGraph(prepared.program, found, weights, resources)
+    return prepared, found, originals_of(prepared.program, prepared.made, model, constants)
 
 
-def constants_of(
-    program: Program, made: Mapping[str, Any], graph: nn.Module, model: nn.Module
+def originals_of(
+    program: Program, made: Mapping[str, Made], model: nn.Module, constants: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Weights of a program, and what those are made of, that are not tensors of the model."""
-    names = list(program.weights)
-    constants = {}
-    while names:
-        name = names.pop()
-        how = made.get(name)
-        if isinstance(how, Packed):
-            names.append(how.weight)
-        elif isinstance(how, Concatenated):
-            names += [part for part in how.parts if isinstance(part, str)]
-        elif _own(model, name) is None:
-            constants[name] = attribute(graph, name)
-    return constants
+    """What a program's weights are made of, by name: tensors of the model, or else ``constants``."""
+    names = {part for name in program.weights for part in ingredients(name, made)}
+    own = {name: own_tensor(model, name) for name in names}
+    return {name: constants[name] if tensor is None else tensor for name, tensor in own.items()}
 
 
-def _original(model: nn.Module, constants: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    own = _own(model, name)
-    return constants[name] if own is None else own
-
-
-def _own(model: nn.Module, name: str) -> torch.Tensor | None:
+def own_tensor(model: nn.Module, name: str) -> torch.Tensor | None:
     """The model's tensor that the captured graph calls ``name``, or None where it has none."""
     path = name.removeprefix(f"{MODEL_ATTRIBUTE}.")
     if path == name:

@@ -57,6 +57,7 @@ def rewrite(
     stop_after: str | None = None,
     dump: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
+    deferred: bool = False,
 ) -> Rewritten:
     """Capture a model and run the passes on it.
 
@@ -67,6 +68,7 @@ def rewrite(
         stop_after: name of the last pass to run.
         dump: folder for the readable graph after every pass and what the pass changed.
         callbacks: called after capture and after every pass.
+        deferred: do not make the tensors that the passes want made, only note how (``passes.made_tensors``).
 
     Raises:
         UnsupportedModelError: no route captures the model, or a pass does not understand it.
@@ -80,7 +82,7 @@ def rewrite(
             captured = capture(model, route)
             seconds = time.perf_counter() - start
             config = getattr(model, "config", None)
-            context = PassContext(config=config, max_positions=max_positions_of(config))
+            context = PassContext(config=config, max_positions=max_positions_of(config), deferred=deferred)
             watchers = [*callbacks, DumpGraphs(dump)] if dump is not None else list(callbacks)
             with compat.one_graph_for_every_size():
                 records = pipeline.run(captured.graph_module, context, stop_after=stop_after, callbacks=watchers)

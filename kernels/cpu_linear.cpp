@@ -9,6 +9,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/embedding.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -68,7 +69,7 @@ at::Tensor multiply_by_onednn(const at::Tensor& x, const at::Tensor& weight, con
   return linear.call(x, weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
-int64_t pack_linear_weight(const at::Tensor& tensor, bool own) {
+int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed) {
   TORCH_CHECK_VALUE(tensor.dim() == 2, "packed_linear: a weight is [N, K], not ", tensor.sizes());
   auto weight = std::make_unique<Weight>();
   weight->dtype = tensor.scalar_type();
@@ -79,7 +80,7 @@ int64_t pack_linear_weight(const at::Tensor& tensor, bool own) {
       using T = decltype(zero);
       const Layout layout = Layout::of<T>(weight->in_features, weight->out_features);
       weight->memory = Memory::allocate(layout.bytes());
-      pack<T>(tensor, layout, weight->memory.data());
+      pack<T>(tensor, layout, weight->memory.data(), consumed);
     });
 #endif
   } else {
@@ -118,38 +119,72 @@ at::Tensor multiply_by_own(const at::Tensor& x, const Weight& weight, const std:
 }
 #endif
 
-at::Tensor packed_linear(
-    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features) {
+int64_t number_of(const at::Tensor& handle) {
   TORCH_CHECK_TYPE(
       handle.scalar_type() == at::kLong && handle.numel() == 1, "packed_linear: a handle is one int64 number");
-  const int64_t number = *handle.const_data_ptr<int64_t>();
-  const auto borrowed = registry().find(number);
-  const Weight* weight = borrowed.get();
+  return *handle.const_data_ptr<int64_t>();
+}
+
+const Weight& present(const Weight* weight, int64_t number) {
   TORCH_CHECK(
       weight, "packed_linear: the packed weight ", number,
       " is gone; keep its PackedWeight as long as the graph runs");
+  return *weight;
+}
+
+// Rows `numbers` of the packed weight, as they were.
+at::Tensor packed_rows(const at::Tensor& numbers, const at::Tensor& handle, int64_t in_features, at::ScalarType dtype) {
+  const int64_t number = number_of(handle);
+  const auto borrowed = registry().find(number);
+  const Weight& weight = present(borrowed.get(), number);
   TORCH_CHECK_VALUE(
-      x.dim() >= 1 && x.size(-1) == weight->in_features && out_features == weight->out_features,
-      "packed_linear: x ", x.sizes(), " and ", out_features, " columns do not fit a weight [", weight->out_features,
-      ", ", weight->in_features, "]");
+      in_features == weight.in_features && dtype == weight.dtype, "packed_rows: the weight's rows are [",
+      weight.in_features, "] of ", weight.dtype);
+#if defined(CHUNKC_AVX512)
+  if (!weight.opaque.defined()) {
+    at::DimVector shape(numbers.sizes());
+    shape.push_back(in_features);
+    const at::Tensor out = at::detail::empty_cpu(shape, at::TensorOptions().dtype(dtype));
+    const at::Tensor which = numbers.to(at::kLong).contiguous();
+    with_type(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      const Layout layout = Layout::of<T>(weight.in_features, weight.out_features);
+      unpack<T>(weight.memory.data(), layout, which.const_data_ptr<int64_t>(), which.numel(), out.data_ptr<T>());
+    });
+    return out;
+  }
+#endif
+  return at::embedding(weight.opaque.to_dense(), numbers);
+}
+
+at::Tensor packed_linear(
+    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features) {
+  const int64_t number = number_of(handle);
+  const auto borrowed = registry().find(number);
+  const Weight& weight = present(borrowed.get(), number);
+  TORCH_CHECK_VALUE(
+      x.dim() >= 1 && x.size(-1) == weight.in_features && out_features == weight.out_features,
+      "packed_linear: x ", x.sizes(), " and ", out_features, " columns do not fit a weight [", weight.out_features,
+      ", ", weight.in_features, "]");
   TORCH_CHECK_TYPE(
-      x.scalar_type() == weight->dtype && (!bias || bias->scalar_type() == weight->dtype),
-      "packed_linear: x and bias must have the weight's dtype, ", weight->dtype);
+      x.scalar_type() == weight.dtype && (!bias || bias->scalar_type() == weight.dtype),
+      "packed_linear: x and bias must have the weight's dtype, ", weight.dtype);
   TORCH_CHECK_VALUE(
       !bias || (bias->dim() == 1 && bias->size(0) == out_features), "packed_linear: bias must be [N]");
 #if defined(CHUNKC_AVX512)
-  if (!weight->opaque.defined())
-    return multiply_by_own(x, *weight, bias);
+  if (!weight.opaque.defined())
+    return multiply_by_own(x, weight, bias);
 #endif
-  return multiply_by_onednn(x, weight->opaque, bias);
+  return multiply_by_onednn(x, weight.opaque, bias);
 }
 
 TORCH_LIBRARY_FRAGMENT(chunkc, m) {
-  m.def("_pack_linear_weight(Tensor weight, bool own) -> int");
+  m.def("_pack_linear_weight(Tensor weight, bool own, bool consumed) -> int");
 }
 
 TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
   m.impl("packed_linear", &packed_linear);
+  m.impl("packed_rows", &packed_rows);
   m.impl("_pack_linear_weight", &pack_linear_weight);
 }
 

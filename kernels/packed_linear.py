@@ -20,6 +20,9 @@ rows  float32        bfloat16
 ====  =============  =============
 
 and no shape among them, nor among others up to 11008 x 2048, is slower. A row's result depends on no other row.
+
+``chunkc::packed_rows`` reads rows of a packed weight back, exactly: an embedding that shares its weight with the LM
+head needs no second copy of it.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ class PackedWeight:
     Args:
         weight: [N, K], of a dtype that ``can_pack``.
         own: whether the kernels of this package may serve it; else oneDNN does.
+        consumed: whether the weight's memory may be given back while it is read; its contents are undefined then. For
+            who holds the only tensor over it.
 
     Attributes:
         handle: int64 [1], to be passed to ``chunkc::packed_linear``.
@@ -77,10 +82,11 @@ class PackedWeight:
         ChunkcError: a compiler is there but could not build the library, or the library does not load.
     """
 
-    def __init__(self, weight: torch.Tensor, *, own: bool = True) -> None:
+    def __init__(self, weight: torch.Tensor, *, own: bool = True, consumed: bool = False) -> None:
         library = load()
         if library is not None:
-            number, free = torch.ops.chunkc._pack_linear_weight(weight.detach(), own), library.chunkc_free_linear_weight
+            number = torch.ops.chunkc._pack_linear_weight(weight.detach(), own, consumed)
+            free = library.chunkc_free_linear_weight
         else:
             number, free = next(_numbers), _opaque.pop
             # no batch size: the layout must serve every number of rows
@@ -135,14 +141,34 @@ def packed_linear(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | No
     Raises:
         RuntimeError: the handle's weight is gone.
     """
+    return torch.ops.mkldnn._linear_pointwise(x, _found(handle), bias, "none", [], "")
+
+
+def packed_rows(numbers: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ``numbers`` (int64 or int32, any shape [...]) of the packed weight [N, K] -> [..., K].
+
+    Slow where oneDNN's layout must be undone: ask ``active_body`` before making use of it.
+
+    Raises:
+        RuntimeError: the handle's weight is gone.
+        IndexError: there is no such row.
+    """
+    return torch.nn.functional.embedding(numbers, _found(handle).to_dense())
+
+
+def _found(handle: torch.Tensor) -> torch.Tensor:
     weight = _opaque.get(int(handle))
     if weight is None:
         raise RuntimeError(f"the packed weight {int(handle)} is gone; keep its PackedWeight as long as the graph runs")
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return weight
 
 
 def _shape(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _rows_shape(numbers: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    return numbers.new_empty((*numbers.shape, in_features), dtype=dtype)
 
 
 _operators = torch.library.Library("chunkc", "FRAGMENT")
@@ -150,6 +176,12 @@ _operators.define(
     "packed_linear(Tensor x, Tensor handle, Tensor? bias, int out_features) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_operators.define(
+    "packed_rows(Tensor numbers, Tensor handle, int in_features, ScalarType dtype) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 # not for CPU alone: there the library's body takes its place
 _operators.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
 _operators.impl("packed_linear", _shape, "Meta")
+_operators.impl("packed_rows", packed_rows, "CompositeExplicitAutograd")
+_operators.impl("packed_rows", _rows_shape, "Meta")

@@ -19,6 +19,7 @@ import abc
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 
@@ -61,6 +62,8 @@ class PassContext:
         attention_layers: one entry per attention call, in graph order; page_attention fills it.
         resources: objects that must live as long as the graph may run (packed weights behind handles).
         made: how tensors that passes made come from the model's own, by name (``passes.made_tensors``).
+        deferred: whether tensors are made later: the graph then holds fake ones in their place.
+        ingredients: where deferred, the tensors that will be needed to make them, by name.
         facts: the facts that hold now; kept by the pipeline.
         options: free space for passes of users.
     """
@@ -71,6 +74,8 @@ class PassContext:
     attention_layers: list[Any] = field(default_factory=list)
     resources: list[Any] = field(default_factory=list)
     made: dict[str, Any] = field(default_factory=dict)
+    deferred: bool = False
+    ingredients: dict[str, torch.Tensor] = field(default_factory=dict)
     facts: set[str] = field(default_factory=set)
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -23,15 +23,14 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
-from chunkc.passes.fx_tools import aten, attribute, call, is_call, module_path, value
-from chunkc.passes.made_tensors import Concatenated, Made, make
+from chunkc.passes.fx_tools import aten, call, is_call, module_path, value
+from chunkc.passes.made_tensors import Concatenated, register
 from chunkc.passes.unused import drop_unused_tensors
 
 _PREFIX = "fused_linear"
@@ -49,7 +48,7 @@ class FuseLinears(GraphPass):
         """Never refuses: what cannot be fused is left as it is, and said."""
         groups, skipped = _groups(graph_module)
         for number, group in enumerate(groups):
-            _fuse(graph_module, group, f"{_PREFIX}_{number}", context.made)
+            _fuse(graph_module, group, f"{_PREFIX}_{number}", context)
         graph_module.graph.eliminate_dead_code()
         drop_unused_tensors(graph_module)
         return PassReport(len(groups), tuple(skipped))
@@ -90,19 +89,16 @@ def _bias(node: fx.Node) -> fx.Node | None:
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
 
 
-def _fuse(graph_module: fx.GraphModule, linears: list[fx.Node], name: str, made: dict[str, Made]) -> None:
+def _fuse(graph_module: fx.GraphModule, linears: list[fx.Node], name: str, context: PassContext) -> None:
     graph = graph_module.graph
     sizes = [value(node.args[1]).shape[0] for node in linears]
     has_bias = any(_bias(node) is not None for node in linears)
-    made[f"{name}_weight"] = Concatenated(tuple(node.args[1].target for node in linears))
+    weights = Concatenated(tuple(node.args[1].target for node in linears))
+    register(graph_module, f"{name}_weight", weights, context)
     if has_bias:
         biases = [_bias(node) for node in linears]
-        made[f"{name}_bias"] = Concatenated(
-            tuple(size if bias is None else bias.target for bias, size in zip(biases, sizes, strict=True))
-        )
-    for new in (f"{name}_weight", f"{name}_bias") if has_bias else (f"{name}_weight",):
-        tensor = make(new, {new: made[new]}, partial(attribute, graph_module), [])
-        graph_module.register_parameter(new, nn.Parameter(tensor, requires_grad=False))
+        parts = [size if bias is None else bias.target for bias, size in zip(biases, sizes, strict=True)]
+        register(graph_module, f"{name}_bias", Concatenated(tuple(parts)), context)
 
     first = linears[0]
     with graph.inserting_before(first):

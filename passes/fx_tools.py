@@ -196,3 +196,9 @@ def attribute(graph_module: fx.GraphModule, target: str) -> Any:
     for part in target.split("."):
         result = getattr(result, part)
     return result
+
+
+def set_attribute(graph_module: fx.GraphModule, target: str, tensor: torch.Tensor) -> None:
+    """Make a tensor what a ``get_attr`` node names; the modules on the way to it must be there."""
+    path, _, name = target.rpartition(".")
+    graph_module.get_submodule(path).register_buffer(name, tensor)

@@ -1,18 +1,25 @@
 """How the tensors that passes make come from the model's own: so that they can be made again without the passes.
 
-A pass that registers a tensor on the graph says so in ``context.made[name]``. Names are those of the graph's
-attributes; what is not in ``context.made`` is the captured model's parameter, buffer or constant of that name.
+A pass ``register``s a tensor on the graph by saying what it is made of. Names are those of the graph's attributes; what
+is not in ``context.made`` is the captured model's parameter, buffer or constant of that name. Where the context says
+that tensors are deferred the graph holds a fake one, which no computation takes for real, and ``make_all`` makes the
+real ones when the passes are done, letting go of what they are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import fx, nn
 
+from chunkc.kernels.cpu_memory import take_back
 from chunkc.kernels.packed_linear import PackedWeight
+from chunkc.passes.base import PassContext
+from chunkc.passes.fx_tools import attribute, fake_mode_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,51 @@ class Packed:
 Made = Concatenated | Packed
 
 
+def register(graph_module: fx.GraphModule, name: str, how: Made, context: PassContext) -> None:
+    """Give the graph a tensor, real or (where ``context.deferred``) fake, and note how it is made.
+
+    Args:
+        name: of the new attribute.
+        how: made of attributes that the graph has.
+    """
+    context.made[name] = how
+    if not context.deferred:
+        tensor = make(name, {name: how}, lambda part: attribute(graph_module, part), context.resources)
+    else:
+        mode = fake_mode_of(graph_module.graph)
+        for part in ingredients(name, {name: how}):
+            if part not in context.made:
+                context.ingredients[part] = attribute(graph_module, part).detach()
+
+        def fake(part: str) -> torch.Tensor:
+            found = attribute(graph_module, part)
+            return found if part in context.made else mode.from_tensor(found.detach(), static_shapes=True)
+
+        with mode:
+            tensor = torch.empty(1, dtype=torch.int64) if isinstance(how, Packed) else make(name, {name: how}, fake, [])
+    if isinstance(how, Packed):
+        graph_module.register_buffer(name, tensor)
+    else:
+        graph_module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def ingredients(name: str, made: Mapping[str, Made]) -> Iterator[str]:
+    """Names of the model's own tensors that a tensor is made of, each as often as it is needed."""
+    how = made.get(name)
+    if how is None:
+        yield name
+        return
+    for part in (how.weight,) if isinstance(how, Packed) else how.parts:
+        if isinstance(part, str):
+            yield from ingredients(part, made)
+
+
 def make(
-    name: str, made: Mapping[str, Made], original: Callable[[str], torch.Tensor], resources: list[Any]
+    name: str,
+    made: Mapping[str, Made],
+    original: Callable[[str], torch.Tensor],
+    resources: list[Any],
+    consumed: Callable[[str], bool] = lambda name: False,
 ) -> torch.Tensor:
     """The tensor of a name.
 
@@ -45,15 +95,84 @@ def make(
         made: how tensors were made, by name.
         original: gives the model's own tensors by name.
         resources: what must live as long as the tensor is used is appended.
+        consumed: whether a tensor that ``original`` gave may be undone (``PackedWeight``).
     """
     how = made.get(name)
     if how is None:
         return original(name)
     if isinstance(how, Packed):
-        weight = make(how.weight, made, original, resources)
-        packed = PackedWeight(weight.t() if how.transposed else weight)
+        weight = make(how.weight, made, original, resources, consumed)
+        may_go = how.weight in made or consumed(how.weight)
+        packed = PackedWeight(weight.t() if how.transposed else weight, consumed=may_go)
         resources.append(packed)
         return packed.handle
     found = {part: make(part, made, original, resources) for part in how.parts if isinstance(part, str)}
     like = next(iter(found.values()))
     return torch.cat([found[part] if isinstance(part, str) else like.new_zeros(part) for part in how.parts]).detach()
+
+
+def make_all(
+    names: Sequence[str],
+    made: Mapping[str, Made],
+    originals: dict[str, torch.Tensor],
+    resources: list[Any],
+    *,
+    owned: bool = False,
+    held: Collection[str] = (),
+    released: Callable[[int], None] = lambda size: None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of all names.
+
+    Args:
+        names, made, resources: see ``make``.
+        originals: the model's own tensors by name. Each is taken out at its last use, so that it goes at once where
+            nobody else holds it.
+        owned: nobody else holds any of them, nor a view: then a weight goes piece by piece while it is packed.
+        held: names of those that somebody holds all the same.
+        released: called with the size in bytes of each that was taken out.
+    """
+    needed = [part for name in names for part in ingredients(name, made)]
+    uses = Counter(needed)
+    memory = _shared_memory(originals)
+    readers = Counter(memory[name] for name in needed)
+    readers.update(memory[name] for name in names if name not in made)  # served as it is: needed to the end
+    readers.update(memory[name] for name in held)
+    taken: dict[str, torch.Tensor] = {}
+
+    def take(name: str) -> torch.Tensor:
+        uses[name] -= 1
+        readers[memory[name]] -= 1
+        if uses[name]:
+            return originals[name]
+        taken[name] = originals.pop(name)
+        return taken[name]
+
+    def is_read(name: str) -> bool:
+        return owned and not readers[memory[name]]
+
+    result = {}
+    for name in names:
+        result[name] = make(name, made, take, resources, is_read).detach()
+        while taken:
+            part, tensor = taken.popitem()
+            if is_read(part) and tensor.is_contiguous():
+                take_back(tensor)
+            size = tensor.nbytes
+            del tensor
+            released(size)
+    return result
+
+
+def _shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A number for each name, the same for those whose tensors overlap in memory."""
+    spans = []
+    for name, tensor in tensors.items():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, name))
+    numbers: dict[str, int] = {}
+    reached, number = 0, 0
+    for begin, end, name in sorted(spans):
+        number += begin >= reached
+        reached = max(reached, end)
+        numbers[name] = number
+    return numbers

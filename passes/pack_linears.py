@@ -9,23 +9,27 @@ after::
     %qkv = chunkc.packed_linear(%h, %packed_linear_0, None, 960)       # the weight is behind a handle
 
 ``addmm`` with a weight [K, N] (GPT-2's Conv1D) is packed too. Left alone: a dtype for which the machine has no packed
-kernel. A weight that is used elsewhere too (an embedding tied to the LM head) is packed for the linear and kept for
-the other use.
+kernel. An embedding that shares its weight with the LM head reads the rows of the packed one, where they can be read::
+
+    %x = aten.embedding(%weight, %input_ids)
+    %x = chunkc.packed_rows(%input_ids, %packed_linear_120, 576, float32)
+
+A weight that is used otherwise too is packed for the linear and kept for the other use.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import fx
 
-from chunkc.kernels.packed_linear import can_pack
+from chunkc.kernels.packed_linear import active_body, can_pack
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
-from chunkc.passes.fx_tools import aten, attribute, call, is_call, module_path, value
-from chunkc.passes.made_tensors import Packed, make
+from chunkc.passes.fx_tools import aten, call, is_call, module_path, value
+from chunkc.passes.made_tensors import Packed, register
 from chunkc.passes.unused import drop_unused_tensors
 
 
@@ -61,6 +65,7 @@ class PackLinears(GraphPass):
             node.replace_all_uses_with(result)
             graph.erase_node(node)
             count += 1
+        _read_packed_rows(graph, packed)
         graph.eliminate_dead_code()
         drop_unused_tensors(graph_module)
         return PassReport(count, tuple(skipped))
@@ -94,10 +99,25 @@ def _why_not(linear: _Linear) -> str | None:
 
 
 def _pack(graph_module: fx.GraphModule, linear: _Linear, name: str, context: PassContext) -> str:
-    context.made[name] = Packed(linear.weight.target, linear.transposed)
-    handle = make(name, {name: context.made[name]}, partial(attribute, graph_module), context.resources)
-    graph_module.register_buffer(name, handle)
+    register(graph_module, name, Packed(linear.weight.target, linear.transposed), context)
     return name
+
+
+def _read_packed_rows(graph: fx.Graph, packed: dict[str, str]) -> None:
+    """Have embeddings read packed weights; only of those which nothing else reads in plain."""
+    readers: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target in packed and active_body(value(node).dtype) == "own":
+            readers[node.target] += node.users
+    for weight, nodes in readers.items():
+        if not all(is_call(node, aten.embedding) and node.args[1].op != "get_attr" for node in nodes):
+            continue
+        for node in nodes:
+            with graph.inserting_before(node):
+                arguments = (node.args[1], graph.get_attr(packed[weight]), value(node).shape[-1], value(node).dtype)
+                rows = call(graph, torch.ops.chunkc.packed_rows.default, *arguments, like=node)
+            node.replace_all_uses_with(rows)
+            graph.erase_node(node)
 
 
 @register_fact("linears_packed")

@@ -437,11 +437,12 @@ def product(left: fx.Node, right: fx.Node, out_rank: int, at: Analysis) -> State
     return a_out or b_out or UNIFORM
 
 
-@token_rule(aten.embedding)
+@token_rule(aten.embedding, torch.ops.chunkc.packed_rows)
 def _embedding(node: fx.Node, at: Analysis) -> State:
-    if not isinstance(at.state(node.args[0]), Uniform):
+    table, numbers = node.args[:2] if is_call(node, aten.embedding) else node.args[1::-1]
+    if not isinstance(at.state(table), Uniform):
         raise MixesTokens("its table depends on the tokens")
-    state = only_tokens(at.state(node.args[1]))
+    state = only_tokens(at.state(numbers))
     return UNIFORM if state is None else state.moved(state.axis)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chunkc.kernels.packed_linear import PackedWeight, active_body, can_pack
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no oneDNN")
-packed_linear = torch.ops.chunkc.packed_linear
+packed_linear, packed_rows = torch.ops.chunkc.packed_linear, torch.ops.chunkc.packed_rows
 
 DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d)]
 BODIES = pytest.mark.parametrize("own", [True, False], ids=["own", "onednn"])
@@ -144,3 +144,30 @@ def test_what_is_no_handle_is_an_error():
 def test_opcheck(own):
     packed = PackedWeight(torch.randn(6, 5), own=own)
     torch.library.opcheck(torch.ops.chunkc.packed_linear.default, (torch.randn(3, 5), packed.handle, None, 6))
+
+
+@BODIES
+@given(out_features=SIZES, in_features=SIZES, dtype=st.sampled_from(DTYPES), consumed=st.booleans())
+def test_rows_are_read_back_as_they_were(own, out_features, in_features, dtype, consumed):
+    weight = torch.randn(out_features, in_features).to(dtype)
+    packed = PackedWeight(weight.clone(), own=own, consumed=consumed)
+    numbers = torch.randint(out_features, (3, 5))
+    for which in (numbers, numbers.int(), numbers.t(), numbers[:0]):
+        assert torch.equal(packed_rows(which, packed.handle, in_features, dtype), weight[which.long()])
+
+
+def test_a_weight_that_is_consumed_is_packed_right_and_only_its_own_memory_goes():
+    whole = torch.randn(1500, 700)
+    weight, before = whole[200:1300], whole.clone()
+    packed = PackedWeight(weight, consumed=True)
+    assert torch.equal(packed_rows(torch.arange(1100), packed.handle, 700, torch.float32), before[200:1300])
+    assert torch.equal(whole[:200], before[:200]) and torch.equal(whole[1300:], before[1300:])
+
+
+@BODIES
+def test_rows_that_are_not_there_are_errors(own):
+    packed = PackedWeight(torch.randn(6, 5), own=own)
+    for number in (-1, 6):
+        with pytest.raises(IndexError):
+            packed_rows(torch.tensor([number]), packed.handle, 5, torch.float32)
+    torch.library.opcheck(torch.ops.chunkc.packed_rows.default, (torch.tensor([2]), packed.handle, 5, torch.float32))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import chunkc.passes.pack_linears as pack_linears
-from chunkc.kernels.packed_linear import can_pack
+from chunkc.kernels.packed_linear import active_body, can_pack
 from chunkc.passes.execute import run_on_prompt
 from chunkc.passes.fx_tools import aten, is_call
 from chunkc.rewriting import rewrite
@@ -68,11 +68,27 @@ def test_plain_weights_are_let_go():
 def test_a_tied_weight_serves_both_uses():
     model = Small(tied=True).eval()
     done = rewrite(model)
-    assert counts(done.graph_module, aten.embedding, torch.ops.chunkc.packed_linear) == [1, 4]
+    one_copy = active_body(torch.float32) == "own"  # whose rows can be read
+    assert counts(done.graph_module, aten.embedding, torch.ops.chunkc.packed_rows) == [not one_copy, one_copy]
+    assert counts(done.graph_module, torch.ops.chunkc.packed_linear) == [4]
+    assert ("hf.embed.weight" in dict(done.graph_module.named_parameters())) is not one_copy
     ids = torch.randint(40, (9,))
     with torch.no_grad():
         expected = model(ids[None], torch.arange(9)[None])[0]
     torch.testing.assert_close(run_on_prompt(done.graph_module, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+class ReadsItsEmbedding(Small):
+    """The tied weight is used in a third way, too."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids) + self.embed.weight.sum()
+
+
+def test_a_tied_weight_that_is_read_otherwise_too_is_kept():
+    model = ReadsItsEmbedding(tied=True).eval()
+    done = rewrite(model)
+    assert counts(done.graph_module, aten.embedding, torch.ops.chunkc.packed_rows) == [1, 0]
 
 
 def test_a_dtype_without_a_packed_kernel_is_left_alone_and_said(monkeypatch):
