@@ -19,6 +19,7 @@ from chunkc.errors import UnsupportedModelError
 from chunkc.fingerprint import CannotTell, fingerprint
 from chunkc.inductor import GraphFunction
 from chunkc.kernels import cpu_backend, packed_linear, planner
+from chunkc.kernels.native import instruction_sets
 from chunkc.lower import compile_parts, forget_weights
 from chunkc.passes.base import GraphPass
 from chunkc.passes.fx_tools import attribute, output_node, set_attribute, value
@@ -177,6 +178,8 @@ def _build_ahead(mode: str) -> None:
     """
 
     tasks = [packed_linear.LIBRARY.find_or_build, cpu_backend.LIBRARY.find_or_build, planner.LIBRARY.find_or_build]
+    if "avx512f" not in instruction_sets():  # most likely no kernel of ours
+        tasks.append(packed_linear.ONEDNN.find_or_build)
     if mode == "compiled":
         tasks.insert(1, inductor.prepare_compiler)
 

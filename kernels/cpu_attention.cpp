@@ -4,11 +4,11 @@
 // from an atomic counter in the table's order. The one that finishes the last piece of a split block merges the pieces,
 // in the order of the keys: the same result whoever it is.
 
+#include "cpu_operator.h"
 #include "cpu_parallel.h"
 #include "cpu_task.h"
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+#include <ATen/EmptyTensor.h>
 
 #include <memory>
 #include <optional>
@@ -98,7 +98,7 @@ at::Tensor mixed_attention(
 
   const auto contiguous_rows = [](const at::Tensor& t) { return t.stride(2) == 1 ? t : t.contiguous(); };
   const at::Tensor queries = contiguous_rows(q), keys = contiguous_rows(k), values = contiguous_rows(v);
-  at::Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
+  at::Tensor out = at::detail::empty_cpu({q.size(0), q.size(1), v.size(2)}, q.options());
   at::Tensor sinks_float;
   if (sinks) {
     sinks_float = sinks->to(at::kFloat).contiguous();
@@ -115,7 +115,7 @@ at::Tensor mixed_attention(
     scratch_rows = std::max<int64_t>(scratch_rows, m.partial + int64_t(m.num_splits) * (m.row_end - m.row_begin));
     pieces_left[i] = m.num_splits;
   }
-  at::Tensor partials = at::empty({scratch_rows, v.size(2) + 2}, q.options().dtype(at::kFloat));
+  at::Tensor partials = at::detail::empty_cpu({scratch_rows, v.size(2) + 2}, q.options().dtype(at::kFloat));
 
   Call call{};
   call.q_offsets = q_offsets.data_ptr<int32_t>();
@@ -147,8 +147,19 @@ at::Tensor mixed_attention(
   return out;
 }
 
-TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
-  m.impl("mixed_attention", &mixed_attention);
+Handle boxed_mixed_attention(
+    const Handle& q, const Handle& k, const Handle& v, const Handle& k_pages, const Handle& v_pages,
+    const Handle& q_offsets, const Handle& kv_lens, const Handle& page_table, const Handle& slot_mapping,
+    const Handle& tasks, const Handle& merges, const std::optional<Handle>& sinks, double scale, int64_t window,
+    int64_t chunk, double softcap) {
+  return handle_of(mixed_attention(
+      tensor_of(q), tensor_of(k), tensor_of(v), tensor_of(k_pages), tensor_of(v_pages), tensor_of(q_offsets),
+      tensor_of(kv_lens), tensor_of(page_table), tensor_of(slot_mapping), tensor_of(tasks), tensor_of(merges),
+      tensor_of(sinks), scale, window, chunk, softcap));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
+  m.impl("mixed_attention", TORCH_BOX(&boxed_mixed_attention));
 }
 
 }  // namespace

@@ -4,16 +4,14 @@
 // registers (AMX), which oneDNN uses and we do not. oneDNN serves the rest.
 
 #include "cpu_linear_memory.h"
+#include "cpu_linear_onednn.h"
 #include "cpu_linear_product.h"
 #include "cpu_linear_registry.h"
+#include "cpu_operator.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/embedding.h>
-#include <torch/library.h>
 
 #include <optional>
-#include <string_view>
 
 namespace chunkc {
 namespace {
@@ -51,23 +49,8 @@ void with_type(at::ScalarType dtype, const F& f) {
     f(c10::BFloat16(0.0f));
 }
 
-at::Tensor pack_for_onednn(const at::Tensor& weight) {
-  static const auto reorder =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
-          .typed<at::Tensor(const at::Tensor&, std::optional<int64_t>)>();
-  return reorder.call(weight.contiguous(), std::nullopt);  // no batch size: any number of rows
-}
-
-at::Tensor multiply_by_onednn(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  static const auto linear =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
-          .typed<at::Tensor(
-              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
-              c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
-  return linear.call(x, weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
-}
+// Calls of oneDNN, in a library of their own: they need headers that take longer to read than all of this to compile.
+OneDNN onednn{};
 
 int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed) {
   TORCH_CHECK_VALUE(tensor.dim() == 2, "packed_linear: a weight is [N, K], not ", tensor.sizes());
@@ -84,7 +67,8 @@ int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed) {
     });
 #endif
   } else {
-    weight->opaque = pack_for_onednn(tensor);
+    TORCH_CHECK(onednn.pack, "packed_linear: oneDNN's library is not loaded");
+    weight->opaque = onednn.pack(tensor);
   }
   return registry().add(std::move(weight));
 }
@@ -154,7 +138,9 @@ at::Tensor packed_rows(const at::Tensor& numbers, const at::Tensor& handle, int6
     return out;
   }
 #endif
-  return at::embedding(weight.opaque.to_dense(), numbers);
+  at::DimVector shape(numbers.sizes());
+  shape.push_back(in_features);
+  return weight.opaque.to_dense().index_select(0, numbers.reshape(-1)).reshape(shape);
 }
 
 at::Tensor packed_linear(
@@ -175,17 +161,26 @@ at::Tensor packed_linear(
   if (!weight.opaque.defined())
     return multiply_by_own(x, weight, bias);
 #endif
-  return multiply_by_onednn(x, weight.opaque, bias);
+  return onednn.multiply(x, weight.opaque, bias);
 }
 
-TORCH_LIBRARY_FRAGMENT(chunkc, m) {
-  m.def("_pack_linear_weight(Tensor weight, bool own, bool consumed) -> int");
+int64_t boxed_pack_linear_weight(const Handle& weight, bool own, bool consumed) {
+  return pack_linear_weight(tensor_of(weight), own, consumed);
 }
 
-TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
-  m.impl("packed_linear", &packed_linear);
-  m.impl("packed_rows", &packed_rows);
-  m.impl("_pack_linear_weight", &pack_linear_weight);
+Handle boxed_packed_linear(
+    const Handle& x, const Handle& handle, const std::optional<Handle>& bias, int64_t out_features) {
+  return handle_of(packed_linear(tensor_of(x), tensor_of(handle), tensor_of(bias), out_features));
+}
+
+Handle boxed_packed_rows(const Handle& numbers, const Handle& handle, int64_t in_features, at::ScalarType dtype) {
+  return handle_of(packed_rows(tensor_of(numbers), tensor_of(handle), in_features, dtype));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
+  m.impl("packed_linear", TORCH_BOX(&boxed_packed_linear));
+  m.impl("packed_rows", TORCH_BOX(&boxed_packed_rows));
+  m.impl("_pack_linear_weight", TORCH_BOX(&boxed_pack_linear_weight));
 }
 
 }  // namespace
@@ -198,4 +193,9 @@ extern "C" bool chunkc_has_own_linear(bool is_bfloat16) {
 // Not an operator: it is called when the garbage is collected, whatever torch is doing then.
 extern "C" void chunkc_free_linear_weight(int64_t number) {
   chunkc::registry().remove(number);
+}
+
+// Given by cpu_linear_onednn.cpp once it is loaded.
+extern "C" void chunkc_use_onednn(const chunkc::OneDNN* calls) {
+  chunkc::onednn = *calls;
 }

@@ -74,7 +74,7 @@ void pack(const at::Tensor& weight, const Layout& layout, char* to, bool consume
 // Rows of the weight that lies at `from`, back in plain: out [count, K].
 template <typename T>
 void unpack(const char* from, const Layout& layout, const int64_t* rows, int64_t count, T* out) {
-  at::parallel_for(0, count, 32, [&](int64_t begin, int64_t end) {
+  parallel_ranges(count, 32, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       TORCH_CHECK_INDEX(
           rows[i] >= 0 && rows[i] < layout.out_features, "packed_rows: there is no row ", rows[i], " of ",

@@ -44,21 +44,26 @@ LIBRARY = NativeLibrary(
     "cpu_linear",
     (
         "cpu_linear.cpp",
+        "cpu_linear_onednn.h",
         "cpu_linear_memory.h",
         "cpu_linear_registry.h",
         "cpu_linear_product.h",
         "cpu_linear_layout.h",
         "cpu_linear_tile.h",
+        "cpu_operator.h",
         "cpu_parallel.h",
         "cpu_simd.h",
     ),
     flags=("-march=native", "-fopenmp"),
     torch=True,
 )
+#: for weights that no kernel of ours serves
+ONEDNN = NativeLibrary("cpu_linear_onednn", ("cpu_linear_onednn.cpp", "cpu_linear_onednn.h"), torch=True)
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
 _tried = False
+_onednn: ctypes.CDLL | None = None
 
 # for the body in Python
 _numbers = itertools.count()
@@ -85,6 +90,8 @@ class PackedWeight:
     def __init__(self, weight: torch.Tensor, *, own: bool = True, consumed: bool = False) -> None:
         library = load()
         if library is not None:
+            if not own or not _has_own(library, weight.dtype):
+                _use_onednn(library)
             number = torch.ops.chunkc._pack_linear_weight(weight.detach(), own, consumed)
             free = library.chunkc_free_linear_weight
         else:
@@ -105,8 +112,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 def active_body(dtype: torch.dtype) -> str:
     """What serves packed linears of a ``dtype`` that ``can_pack``: ``"own"`` kernels or ``"onednn"``."""
     library = load()
-    own = library is not None and library.chunkc_has_own_linear(dtype == torch.bfloat16)
-    return "own" if own else "onednn"
+    return "own" if library is not None and _has_own(library, dtype) else "onednn"
 
 
 def load() -> ctypes.CDLL | None:
@@ -120,6 +126,29 @@ def load() -> ctypes.CDLL | None:
                     _library = _load(str(path))
                 _tried = True
     return _library
+
+
+def _has_own(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES and bool(library.chunkc_has_own_linear(dtype == torch.bfloat16))
+
+
+def _use_onednn(library: ctypes.CDLL) -> None:
+    """Give the library its calls of oneDNN, built if need be."""
+    global _onednn
+    if _onednn is None:
+        with _lock:
+            if _onednn is None:
+                path = ONEDNN.find_or_build()
+                if path is None:
+                    raise ChunkcError(
+                        "linears need a library of calls to oneDNN here, and there is no C++ compiler to build it"
+                    )
+                try:
+                    _onednn = ctypes.CDLL(str(path))
+                except OSError as error:
+                    raise ChunkcError(f"The library of linears {path} does not load: {error}") from error
+                _onednn.chunkc_onednn.restype = ctypes.c_void_p
+                library.chunkc_use_onednn(ctypes.c_void_p(_onednn.chunkc_onednn()))
 
 
 def _load(path: str) -> ctypes.CDLL:
@@ -180,6 +209,7 @@ _operators.define(
     "packed_rows(Tensor numbers, Tensor handle, int in_features, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_operators.define("_pack_linear_weight(Tensor weight, bool own, bool consumed) -> int")
 # not for CPU alone: there the library's body takes its place
 _operators.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
 _operators.impl("packed_linear", _shape, "Meta")
