@@ -11,10 +11,11 @@ import contextlib
 import functools
 import mmap
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @contextlib.contextmanager
@@ -22,6 +23,7 @@ def read_once() -> Iterator[None]:
     """Within it, what the gguf package read of a file is kept. Without that package, nothing is done."""
     try:
         import gguf
+        import numpy
     except ImportError:  # transformers says so
         yield
         return
@@ -37,7 +39,7 @@ def read_once() -> Iterator[None]:
 
         @data.setter
         def data(self, mapped: np.ndarray) -> None:
-            self._data = np.asarray(mapped)
+            self._data = numpy.asarray(mapped)
             if isinstance(mapped.base, mmap.mmap):
                 mappings.append(mapped.base)
 
