@@ -20,8 +20,9 @@ from tabulate import tabulate
 
 from chunkc.config import ResolvedSampling
 from chunkc.runtime.batch import Chunk, PackedBatch, pack
-from chunkc.runtime.executors import Division
-from chunkc.runtime.lanes import Lane
+from chunkc.runtime.fences import Stream
+from chunkc.runtime.lanes import Worker
+from chunkc.runtime.machine import CORES, Division, Machine
 from chunkc.runtime.outputs import RequestMetrics
 from chunkc.runtime.pages import PagePool
 from chunkc.runtime.request import Request
@@ -121,7 +122,10 @@ def candidates(divisions: Sequence[Division]) -> list[Division]:
 
 
 def measure(
-    runner: ModelRunner, divisions: Sequence[Division], clock: Callable[[], float] = time.perf_counter
+    runner: ModelRunner,
+    divisions: Sequence[Division],
+    clock: Callable[[], float] = time.perf_counter,
+    machine: Machine = CORES,
 ) -> Contention:
     """Measures on pages of its own; takes about as long as thirty chunks of 256 tokens a division.
 
@@ -129,24 +133,36 @@ def measure(
         runner: the model; is not serving meanwhile, or the figures are of no use.
         divisions: to be tried, at least one.
         clock: seconds, monotonic.
+        machine: what the model runs on.
     """
+    with machine.active():
+        return _measure(runner, divisions, clock, machine)
+
+
+def _measure(
+    runner: ModelRunner, divisions: Sequence[Division], clock: Callable[[], float], machine: Machine
+) -> Contention:
     context, chunk = min(CONTEXT, runner.max_positions - 1), min(CHUNK, runner.max_positions)
     probe = runner.with_pages(NUM_DECODES * -(-(context + 1) // runner.page_size) + -(-chunk // runner.page_size))
     prompts, decodes, prefill = _batches(probe, context, chunk)
     probe.run(prompts)
 
-    def decode_step() -> None:
+    def decode_step(stream: Stream) -> None:
         probe.run(decodes)
+        stream.record().wait()
 
-    def prefill_chunk() -> None:
+    def prefill_chunk(stream: Stream) -> None:
         probe.run(prefill)
+        stream.record().wait()
 
-    whole = _median(decode_step, clock), _median(prefill_chunk, clock)
+    whole = _median(decode_step, machine.whole, clock), _median(prefill_chunk, machine.whole, clock)
     shared = []
     for division in divisions:
-        lanes = Lane("decode", division.decode), Lane("prefill", division.prefill)
+        lanes = machine.lanes(division)
+        for lane in lanes:
+            lane.wait(machine.whole.record())
         alone = [
-            lane.submit(lambda work=work: _median(work, clock)).result()
+            lane.submit(lambda work=work, lane=lane: _median(work, lane, clock)).result()
             for lane, work in zip(lanes, (decode_step, prefill_chunk), strict=True)
         ]
         beside = _beside(lanes, (decode_step, prefill_chunk), clock)
@@ -157,18 +173,20 @@ def measure(
     return Contention(NUM_DECODES, context, chunk, tuple(shared))
 
 
-def _median(work: Callable[[], None], clock: Callable[[], float]) -> float:
-    work()
+def _median(work: Callable[[Stream], None], stream: Stream, clock: Callable[[], float]) -> float:
+    work(stream)
     times = []
     for _ in range(RUNS):
         began = clock()
-        work()
+        work(stream)
         times.append(clock() - began)
     return statistics.median(times)
 
 
 def _beside(
-    lanes: tuple[Lane, Lane], works: tuple[Callable[[], None], Callable[[], None]], clock: Callable[[], float]
+    lanes: tuple[Worker, Worker],
+    works: tuple[Callable[[Stream], None], Callable[[Stream], None]],
+    clock: Callable[[], float],
 ) -> list[float]:
     """Medians of both, each while the other runs: both go on until each has run often enough."""
     enough = [threading.Event(), threading.Event()]
@@ -178,7 +196,7 @@ def _beside(
         try:
             while not all(event.is_set() for event in enough):
                 began = clock()
-                works[index]()
+                works[index](lanes[index])
                 times[index].append(clock() - began)
                 if len(times[index]) > RUNS:
                     enough[index].set()

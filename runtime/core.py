@@ -147,7 +147,8 @@ class EngineCore:
             return
         self.in_step = True
         try:
-            self._step()
+            with self._modes.machine.active():
+                self._step()
         finally:
             self.in_step = False
             me, before = threading.get_ident(), self._stepper
@@ -288,11 +289,11 @@ class EngineCore:
     def _drop_cursor(self) -> None:
         """Stops the prefill that is under way and forgets what it has computed; its requests keep their pages."""
         if self._cursor is not None:
-            self._modes.settle()
             self._close_cursor()
 
     def _close_cursor(self) -> None:
         assert self._cursor is not None
+        self._modes.settle()  # what uses its pages and its logits next comes behind its last part
         for request in self._cursor.requests:
             request.is_apart = False
         self._cursor.close()

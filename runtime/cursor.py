@@ -20,13 +20,15 @@ any moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from chunkc.runtime.batch import Chunk, PackedBatch, pack
+from chunkc.runtime.fences import PASSED, Fence
 from chunkc.runtime.pages import PagePool
 from chunkc.runtime.request import Request
 
@@ -86,8 +88,9 @@ class PrefillCursor:
     Attributes:
         chunks, order: as given.
         pieces: the chunks' tokens, cut.
-        error: what the model raised; the cursor is then done.
-        parts_done: how many times a part has run for a piece.
+        error: what the model raised; the cursor is then exhausted.
+        parts_done: how many times a part has run for a piece, or was given to a device.
+        fence: behind the latest part.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class PrefillCursor:
         self.chunks, self.order = list(chunks), order
         self.error: Exception | None = None
         self.parts_done = 0
+        self.fence: Fence = PASSED
         self._runner, self._pool = runner, pool
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         costs = runner.row_costs(positions)
@@ -123,17 +127,26 @@ class PrefillCursor:
         return [chunk.request for chunk in self.chunks]
 
     @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do, or no way to go on."""
+    def exhausted(self) -> bool:
+        """Whether there is nothing left for ``advance``, or no way to go on. A device may still be at it."""
         return self._next is None or self.error is not None
 
     @property
+    def done(self) -> bool:
+        """Whether all that there is to do has been done, or as much as was possible."""
+        return self.exhausted and self.fence.passed()
+
+    @property
     def next_piece(self) -> Piece | None:
-        """The piece that ``advance`` works on; None when done."""
+        """The piece that ``advance`` works on; None when exhausted."""
         return None if self.error is not None else self._next
 
-    def advance(self) -> None:
-        """Runs one part for one piece. What the model raises is kept in ``error``."""
+    def advance(self, record: Callable[[], Fence] = lambda: PASSED) -> None:
+        """Runs one part for one piece, or gives it to a device. What the model raises is kept in ``error``.
+
+        Args:
+            record: gives a fence behind what this thread has given to the device.
+        """
         piece = self.next_piece
         assert piece is not None
         try:
@@ -142,14 +155,21 @@ class PrefillCursor:
             piece.forward.advance()
             if piece.forward.next_part == piece.forward.num_parts:
                 piece.logits, piece.forward = piece.forward.logits(), None
+            self.fence = record()  # before others can see how far it is
         except Exception as error:
-            self.error = error
+            self.fail(error, record)
             return
         self.parts_done += 1
         self._next = next(self._steps, None)
 
+    def fail(self, error: Exception, record: Callable[[], Fence] = lambda: PASSED) -> None:
+        """Gives up: no part follows. Something of the part that failed may be under way on the device."""
+        with contextlib.suppress(Exception):  # a device that is broken has no fences either
+            self.fence = record()
+        self.error = error
+
     def close(self) -> None:
-        """Lets go of the pages. No part may be running; call it once."""
+        """Lets go of the pages. Whatever uses them next comes behind ``fence``; call it once."""
         for row in self._rows:
             self._pool.unpin(row)
         for piece in self.pieces:

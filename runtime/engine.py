@@ -87,9 +87,10 @@ class Engine:
             )
         self._report, self._clock = report, clock
         spans = SpanLog()
-        self._modes = Modes(runner, multiplex or Fixed(self.config.multiplex), self.config.decode_cores, spans, clock)
+        policy_of_modes = multiplex or Fixed(self.config.multiplex)
+        self._modes = Modes(runner, policy_of_modes, self.config.decode_cores, spans, clock, runner.machine)
         if self.config.multiplex == "streams":
-            check_cores(self.config.decode_cores)
+            check_cores(self.config.decode_cores, runner.machine)
         self._core = EngineCore(runner, self.scheduler, self.pool, tokenizer, clock, self._modes, spans)
         self._intake = Intake(
             vocab_size=runner.vocab_size,
@@ -267,7 +268,7 @@ class Engine:
     def multiplex(self, value: Mode | MultiplexPolicy) -> None:
         policy = Fixed(check_mode(value)) if isinstance(value, str) or not hasattr(value, "mode") else value
         if policy == Fixed("streams"):
-            check_cores(self.decode_cores)
+            check_cores(self.decode_cores, self.runner.machine)
         with self._lock:
             self._modes.policy = policy
 
@@ -281,7 +282,7 @@ class Engine:
     def decode_cores(self, value: int | None) -> None:
         checked = EngineConfig(decode_cores=value).decode_cores
         if checked is not None:
-            check_cores(checked)
+            check_cores(checked, self.runner.machine)
         with self._lock:
             self._modes.decode_cores = checked
 

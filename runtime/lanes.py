@@ -2,10 +2,14 @@
 
 A lane is a Python thread that is bound to some cores and has as many OpenMP threads, which inherit the binding. Two
 lanes with disjoint cores share memory and caches, and nothing else: compiled parts run without the GIL.
+
+A lane is a ``Stream`` too (see ``fences.py``). Here work has ended when its future has, so there is nothing to wait
+for; lanes that give their work to a device (``cuda_lanes.py``) have it otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
@@ -15,6 +19,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+
+from chunkc.runtime.fences import Immediate
 
 Result = TypeVar("Result")
 _Work = tuple[Callable[[], Any], "Future[Any]"]
@@ -27,33 +33,32 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-class Lane:
-    """A thread that does one piece of work after another, on its own cores.
+class Worker(Immediate):
+    """A thread that does one piece of work after another.
 
     Args:
         name: of the thread.
-        cores: to run on; one OpenMP thread each.
+        enter: called in the thread first; what it raises, this raises.
 
-    The thread ends with the lane, or with the process; what is running then is asked to stop by ``stopping``.
+    The thread ends with the worker, or with the process; what is running then is asked to stop by ``stopping``.
+    ``record`` and ``wait`` are for the worker's own work, and for others while it has none.
+
+    Attributes:
+        threads: that compute for it, OpenMP's included.
     """
 
-    def __init__(self, name: str, cores: Sequence[int]) -> None:
-        self.name, self.cores = name, tuple(cores)
-        #: set when the lane is being closed; long work looks at it between its parts
+    threads = 1
+
+    def __init__(self, name: str, enter: Callable[[], None]) -> None:
+        self.name = name
+        #: set when the worker is being closed; long work looks at it between its parts
         self.stopping = threading.Event()
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         ready: Future[None] = Future()
-        # The thread knows the queue, not the lane: a lane that nobody holds can be collected.
-        thread = threading.Thread(
-            target=_serve, args=(self._work, self.cores, ready), name=f"chunkc {name}", daemon=True
-        )
-        # torch takes the number that was set last as every new thread's default: it must stay what the caller has.
-        threads = torch.get_num_threads()
+        # The thread knows the queue, not the worker: a worker that nobody holds can be collected.
+        thread = threading.Thread(target=_serve, args=(self._work, enter, ready), name=f"chunkc {name}", daemon=True)
         thread.start()
-        try:
-            ready.result()
-        finally:
-            torch.set_num_threads(threads)
+        ready.result()
         self.close = weakref.finalize(self, _close, self._work, self.stopping, thread)
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
@@ -63,13 +68,35 @@ class Lane:
         return future
 
 
-def _serve(work: queue.SimpleQueue[_Work | None], cores: tuple[int, ...], ready: Future[None]) -> None:
+class Lane(Worker):
+    """A worker on its own cores.
+
+    Args:
+        name: of the thread.
+        cores: to run on; one OpenMP thread each.
+    """
+
+    def __init__(self, name: str, cores: Sequence[int]) -> None:
+        self.cores, self.threads = tuple(cores), len(cores)
+        # torch takes the number that was set last as every new thread's default: it must stay what the caller has.
+        threads = torch.get_num_threads()
+        try:
+            super().__init__(name, functools.partial(_bind, self.cores))
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _bind(cores: tuple[int, ...]) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    # A thread's first look at the number sets it to what is set for all, so that has to come before.
+    torch.get_num_threads()
+    torch.set_num_threads(len(cores))
+
+
+def _serve(work: queue.SimpleQueue[_Work | None], enter: Callable[[], None], ready: Future[None]) -> None:
     try:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores)
-        # A thread's first look at the number sets it to what is set for all, so that has to come before.
-        torch.get_num_threads()
-        torch.set_num_threads(len(cores))
+        enter()
     except Exception as error:
         ready.set_exception(error)
         return

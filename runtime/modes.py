@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chunkc.runtime.contention import Contention, candidates, measure
-from chunkc.runtime.executors import Division, Executor, Inline, Result, Streams
-from chunkc.runtime.multiplex import Fixed, Mode, MultiplexPolicy, StepView, check_mode, division_of, divisions
+from chunkc.runtime.executors import Executor, Inline, Result, Streams
+from chunkc.runtime.machine import CORES, Division, Machine
+from chunkc.runtime.multiplex import Fixed, Mode, MultiplexPolicy, StepView, check_mode, division_of
 from chunkc.runtime.spans import SpanLog
 
 if TYPE_CHECKING:
@@ -20,10 +21,13 @@ class Modes:
     Args:
         runner: the model.
         policy: chooses the mode of each step.
-        decode_cores: cores for the decodes where prefill runs beside them; None as measured, else one.
+        decode_cores: cores for the decodes where prefill runs beside them (SMs on a GPU; at least as many); None as
+            measured, else the fewest.
         spans, clock: for what runs where and when.
+        machine: what the model runs on.
 
     Attributes:
+        machine: as given.
         policy, decode_cores: as given; may be set between steps.
         contention: what ``measure`` measured; None before.
     """
@@ -35,11 +39,13 @@ class Modes:
         decode_cores: int | None,
         spans: SpanLog,
         clock: Callable[[], float],
+        machine: Machine = CORES,
     ) -> None:
+        self.machine = machine
         self.policy, self.decode_cores = policy, decode_cores
         self.contention: Contention | None = None
         self._runner, self._spans, self._clock = runner, spans, clock
-        self._inline = Inline(runner, spans, clock)
+        self._inline = Inline(runner, spans, clock, machine)
         self._streams: Streams | None = None
         self._divisions: list[Division] | None = None
         self._current: Executor = self._inline
@@ -59,17 +65,17 @@ class Modes:
             ValueError: there is but one core.
         """
         self.settle()
-        self.contention = measure(self._runner, candidates(self.divisions()), self._clock)
+        self.contention = measure(self._runner, candidates(self.divisions()), self._clock, self.machine)
         return self.contention
 
     def divisions(self) -> list[Division]:
-        """How the cores can be divided; as they were when this was first asked.
+        """How the machine can be divided; as it was when this was first asked.
 
         Raises:
-            ValueError: there is but one core.
+            ValueError: it cannot be, as there is but one core.
         """
         if self._divisions is None:
-            self._divisions = divisions()
+            self._divisions = self.machine.divisions()
         return self._divisions
 
     def choose(self, view: StepView) -> Mode:
@@ -100,10 +106,10 @@ class Modes:
     def _streams_executor(self) -> Streams:
         wanted = self.decode_cores
         if wanted is None:
-            wanted = 1 if self.contention is None else len(self.contention.best.division.decode)
+            wanted = 1 if self.contention is None else self.contention.best.division.decode_units
         division = division_of(wanted, self.divisions())
         if self._streams is None or self._streams.division != division:
             if self._streams is not None:
                 self._streams.settle()
-            self._streams = Streams(self._runner, division, self._spans, self._clock)
+            self._streams = Streams(self._runner, division, self._spans, self._clock, self.machine)
         return self._streams

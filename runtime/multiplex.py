@@ -15,10 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-import torch
-
-from chunkc.runtime.executors import Division
-from chunkc.runtime.lanes import available_cores
+from chunkc.runtime.machine import CORES, Division, Machine
 
 if TYPE_CHECKING:
     from chunkc.runtime.contention import Contention
@@ -75,38 +72,24 @@ def check_mode(mode: object) -> Mode:
     return mode  # type: ignore[return-value]
 
 
-def divisions() -> list[Division]:
-    """Every way to divide this process's cores, the fewest for the decodes first. As many cores as torch has threads.
-
-    Raises:
-        ValueError: there is one core only, or torch is limited to one thread.
-    """
-    cores = available_cores()[: torch.get_num_threads()]
-    if len(cores) < 2:
-        raise ValueError(
-            "multiplex='streams' needs two cores or more, one for decodes and one for prefill; this process may use "
-            f"{len(available_cores())} and torch {torch.get_num_threads()} thread(s). Use 'layers' or 'off'."
-        )
-    return [Division(tuple(cores[:count]), tuple(cores[count:])) for count in range(1, len(cores))]
-
-
 def division_of(decode_cores: int, every: Sequence[Division]) -> Division:
-    """The division, out of ``divisions``, with so many cores for the decodes.
+    """The division, out of ``Machine.divisions``, with so many cores for the decodes, or the next larger number.
 
     Raises:
         ValueError: that leaves none for the prefill.
     """
-    if not 1 <= decode_cores <= len(every):
-        raise ValueError(f"decode_cores={decode_cores}: must be 1 to {len(every)}, so that the prefill has a core, too")
-    return every[decode_cores - 1]
+    most = every[-1].decode_units
+    if not 1 <= decode_cores <= most:
+        raise ValueError(f"decode_cores={decode_cores}: must be 1 to {most}, so that the prefill has a core, too")
+    return next(division for division in every if division.decode_units >= decode_cores)
 
 
-def check_cores(decode_cores: int | None) -> None:
+def check_cores(decode_cores: int | None, machine: Machine = CORES) -> None:
     """Whether prefill and decode can have cores of their own, so many of them for the decodes (None: any number).
 
     Raises:
         ValueError: there is but one core, or none would be left for the prefill.
     """
-    every = divisions()
+    every = machine.divisions()
     if decode_cores is not None:
         division_of(decode_cores, every)

@@ -15,6 +15,7 @@ from chunkc.kernels.device import cpu
 from chunkc.kernels.tasks import plan_tasks
 from chunkc.passes.page_attention import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.machine import CORES, Machine
 
 
 class Graph(Protocol):
@@ -68,6 +69,7 @@ class ModelRunner(Protocol):
         page_size: tokens per page.
         num_pages: pages in the key/value cache.
         num_parts: into how many parts a batch's way can be cut.
+        machine: what it runs on.
     """
 
     vocab_size: int
@@ -75,6 +77,7 @@ class ModelRunner(Protocol):
     page_size: int
     num_pages: int
     num_parts: int
+    machine: Machine
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """Write the batch's keys and values to their pages; logits [L, V] of ``batch.logits_rows``."""
@@ -117,6 +120,7 @@ class GraphRunner:
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_parts = graph.num_parts
+        self.machine: Machine = CORES
         self._graph = graph
         self._layers = tuple(layers)
         #: floating point operations of a token outside of attention, in a median part

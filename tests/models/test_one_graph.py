@@ -29,6 +29,7 @@ class Recorder:
         self.inner = inner
         self.vocab_size, self.max_positions = inner.vocab_size, inner.max_positions
         self.page_size, self.num_pages, self.num_parts = inner.page_size, inner.num_pages, inner.num_parts
+        self.machine = inner.machine
         self.batch: PackedBatch | None = None
         self.logits: torch.Tensor | None = None
 

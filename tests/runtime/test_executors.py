@@ -8,8 +8,9 @@ import pytest
 from test_cursor import World, walk
 
 from chunkc.runtime.batch import Chunk, pack
-from chunkc.runtime.executors import Division, Inline, Streams
+from chunkc.runtime.executors import Inline, Streams
 from chunkc.runtime.lanes import available_cores
+from chunkc.runtime.machine import CoreDivision
 from chunkc.runtime.spans import SpanLog
 
 SECONDS = 20  # far more than any of this takes
@@ -47,7 +48,7 @@ class Mixed(World):
 
     def streams(self) -> Streams:
         first, second = available_cores()[:2]
-        return Streams(self.runner, Division((first,), (second,)), self.spans)
+        return Streams(self.runner, CoreDivision((first,), (second,)), self.spans)
 
 
 def keep(logits):
@@ -172,4 +173,4 @@ def test_an_error_of_the_batch_is_raised_and_the_prefill_goes_on(two_cores):
 @pytest.mark.parametrize("division", [((), (1,)), ((0,), ()), ((0, 1), (1, 2))])
 def test_a_division_gives_both_cores_that_are_not_shared(division):
     with pytest.raises(ValueError, match="disjoint"):
-        Division(*division)
+        CoreDivision(*division)

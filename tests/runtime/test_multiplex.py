@@ -11,7 +11,7 @@ from test_executors import SECONDS, Gate
 from toy_runner import ToyRunner, toy_generate
 
 from chunkc.config import EngineConfig, SamplingParams
-from chunkc.runtime import multiplex
+from chunkc.runtime import machine
 from chunkc.runtime.engine import Engine
 from chunkc.runtime.multiplex import MODES, StepView
 
@@ -263,7 +263,7 @@ def test_bad_modes_and_divisions_are_refused(monkeypatch):
             engine.multiplex = bad
     with pytest.raises(ValueError, match="decode_cores=2: must be 1 to 1"):
         engine_with("streams", decode_cores=2)
-    monkeypatch.setattr(multiplex, "available_cores", lambda: [0])
+    monkeypatch.setattr(machine, "available_cores", lambda: [0])
     with pytest.raises(ValueError, match="needs two cores"):
         engine_with("streams")
     with pytest.raises(ValueError, match="needs two cores"):

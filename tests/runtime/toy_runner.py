@@ -15,6 +15,7 @@ import torch
 
 from chunkc.config import GenerationDefaults, SamplingParams
 from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.machine import CORES
 from chunkc.runtime.outputs import RequestMetrics
 from chunkc.runtime.request import Request
 from chunkc.runtime.sampling import Sampler
@@ -67,6 +68,7 @@ class ToyRunner:
     vocab_size = VOCAB
     num_parts = 3
     bytes_per_token = 8
+    machine = CORES
 
     def __init__(self, num_pages: int = 64, page_size: int = 4, max_positions: int = 4096) -> None:
         self.num_pages, self.page_size, self.max_positions = num_pages, page_size, max_positions
