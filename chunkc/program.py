@@ -75,6 +75,9 @@ class LoweredGraph:
         functions: one a kind.
         weights: by name.
         resources: what must live as long as this does.
+
+    Attributes:
+        program, functions, weights, resources: as given.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class LoweredGraph:
         resources: Sequence[Any] = (),
     ) -> None:
         self.program = program
-        self._resources = tuple(resources)
+        self.functions, self.weights = tuple(functions), dict(weights)
+        self.resources = tuple(resources)
         places = {name: i for i, name in enumerate(program.inputs)}
         self._at_start: State = [None] * len(places)
         for name in program.weights:

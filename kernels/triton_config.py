@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chunkc.kernels.device import DeviceModel
 from chunkc.kernels.tasks import AttentionShape, TaskTable, plan_tasks
 
 VARIANTS = ("decode", "prefill", "mixed")
@@ -162,6 +163,7 @@ def plan_step(
     page_size: int,
     itemsize: int,
     device: Device,
+    model: DeviceModel | None = None,
 ) -> TaskTable:
     """The plan of one step (on the CPU) with blocks of the size of the tiles that a launch will choose.
 
@@ -169,13 +171,14 @@ def plan_step(
         q_offsets, kv_lens, shape, page_size: see :func:`chunkc.kernels.tasks.plan_tasks`.
         itemsize: bytes of an element of q, k and v.
         device: what it will run on.
+        model: what that can do; None weighs costs as a CPU's.
     """
 
     def plan(variant: str) -> TaskTable:
         tiles = choose_tiles(variant, shape.qk_dim, shape.v_dim, itemsize, shape.group, device)
         units = device.units * tiles.blocks_per_unit
         q_block = tiles.large_m or None
-        return plan_tasks(q_offsets, kv_lens, shape, page_size=page_size, units=units, q_block=q_block)
+        return plan_tasks(q_offsets, kv_lens, shape, page_size=page_size, units=units, q_block=q_block, device=model)
 
     variant = choose_variant(int(q_offsets[-1]), kv_lens.shape[0], 0)
     table = plan(variant)

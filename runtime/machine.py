@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from chunkc.passes.page_attention import AttentionLayer
 from chunkc.runtime.fences import Immediate, Stream
 from chunkc.runtime.lanes import Lane, Worker, available_cores
+from chunkc.runtime.step_inputs import HostInputs, StepInputs
 
 
 class Division(Protocol):
@@ -44,10 +47,20 @@ class Machine(Protocol):
     """Where batches are computed.
 
     Attributes:
+        device: where tensors lie.
         whole: the stream of what the thread that runs the engine does inside ``active``; it has all of the machine.
     """
 
+    device: torch.device
     whole: Stream
+
+    @property
+    def current(self) -> int:
+        """Tells the stream that the calling thread's work goes to from others."""
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The calling thread's stream goes on with tensors that were made on another: when they are dropped, their
+        memory is not used again before this stream has done what it was given until then."""
 
     def active(self) -> AbstractContextManager[Any]:
         """In its ``with`` block, what the calling thread computes on the machine is given to ``whole``."""
@@ -62,13 +75,22 @@ class Machine(Protocol):
     def lanes(self, division: Any) -> tuple[Worker, Worker]:
         """Lanes for the decodes and the prefill. What they are given runs at the same time."""
 
+    def inputs(self, layers: Sequence[AttentionLayer], page_size: int) -> StepInputs:
+        """Makes the inputs of a graph with these attention calls."""
+
 
 class Cores:
     """The cores of this process: a ``Machine`` on which work has been done when its call returns."""
 
+    current = 0
+
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.whole: Stream = Immediate()
         self._active = nullcontext()
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See ``Machine``; nothing is to be done."""
 
     def active(self) -> AbstractContextManager[Any]:
         """See ``Machine``; nothing is to be done."""
@@ -91,6 +113,10 @@ class Cores:
     def lanes(self, division: CoreDivision) -> tuple[Worker, Worker]:
         """See ``Machine``."""
         return Lane("decode", division.decode), Lane("prefill", division.prefill)
+
+    def inputs(self, layers: Sequence[AttentionLayer], page_size: int) -> StepInputs:
+        """See ``Machine``."""
+        return HostInputs(layers, page_size)
 
 
 CORES = Cores()

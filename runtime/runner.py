@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from chunkc.errors import CapacityError
 from chunkc.kernels.cpu_memory import prefer_huge_pages
-from chunkc.kernels.device import cpu
-from chunkc.kernels.tasks import plan_tasks
 from chunkc.passes.page_attention import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
 from chunkc.runtime.machine import CORES, Machine
+
+if TYPE_CHECKING:
+    from chunkc.runtime.decode_graphs import DecodeGraphs
 
 
 class Graph(Protocol):
@@ -29,13 +30,13 @@ class Graph(Protocol):
         """Runs all parts. Takes the step's inputs by name (see ``passes.page_attention`` and
         ``passes.gather_logits``), writes pages in place, gives logits [L, V]."""
 
-    def start(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+    def start(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """The state of a step in which no part has run."""
 
-    def advance(self, state: Any, begin: int, end: int) -> None:
+    def advance(self, state: list[torch.Tensor | None], begin: int, end: int) -> None:
         """Runs parts ``begin`` to ``end - 1``."""
 
-    def logits(self, state: Any) -> torch.Tensor:
+    def logits(self, state: list[torch.Tensor | None]) -> torch.Tensor:
         """The logits, when all parts have run."""
 
     def weights_of(self, part: int) -> int:
@@ -100,6 +101,12 @@ class GraphRunner:
         graph: the model.
         layers: the graph's attention calls, in order.
         vocab_size, max_positions, page_size, num_pages: see ``ModelRunner``.
+        machine: what to run on; the graph's weights must lie there. No GPU has been seen yet by any of this.
+
+    Attributes:
+        layers, machine: as given.
+        step_inputs: makes what the graph is given beside pages and weights.
+        decode_graphs: replays whole decode steps, where something sets it.
 
     Raises:
         CapacityError: the pages do not fit into memory.
@@ -114,26 +121,31 @@ class GraphRunner:
         max_positions: int,
         page_size: int,
         num_pages: int,
+        machine: Machine = CORES,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_parts = graph.num_parts
-        self.machine: Machine = CORES
+        self.machine = machine
         self._graph = graph
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         #: floating point operations of a token outside of attention, in a median part
         self._linear_operations = _linear_operations(graph)
-        self._plans: dict[int, AttentionLayer] = {layer.plan: layer for layer in layers}
+        self.step_inputs = machine.inputs(self.layers, page_size)
+        self.decode_graphs: DecodeGraphs | None = None
         self._pages: dict[str, torch.Tensor] = {}
         try:
             for layer in layers:
                 for kind, dim in (("k", layer.shape.qk_dim), ("v", layer.shape.v_dim)):
                     # not zeroed: no body reads what was not written, and untouched pages cost no memory
                     size = (num_pages, layer.shape.num_kv_heads, page_size, dim)
-                    pages = self._pages[f"{kind}_pages_{layer.index}"] = torch.empty(size, dtype=layer.dtype)
-                    prefer_huge_pages(pages)
+                    pages = self._pages[f"{kind}_pages_{layer.index}"] = torch.empty(
+                        size, dtype=layer.dtype, device=machine.device
+                    )
+                    if machine.device.type == "cpu":
+                        prefer_huge_pages(pages)
         except RuntimeError as error:
             raise CapacityError(
                 f"a cache of {num_pages} pages of {page_size} tokens ({num_pages * bytes_per_page(layers, page_size)} "
@@ -143,17 +155,25 @@ class GraphRunner:
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One step. Raises what the graph raises; the pages of the batch's requests are then undefined."""
         with torch.no_grad():
-            return self._graph(self._inputs(batch))
+            if self.decode_graphs is not None and (logits := self.decode_graphs.run(batch)) is not None:
+                return logits
+            return self._graph({**self._pages, **self.step_inputs(batch)})
+
+    def compute(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits [L, V] of a step whose inputs, but for the pages, are given by name, on the device."""
+        with torch.no_grad():
+            return self._graph({**self._pages, **inputs})
 
     def start(self, batch: PackedBatch) -> Forward:
         """One step, to be advanced part by part."""
-        return _GraphForward(self._graph, self._graph.start(self._inputs(batch)))
+        state = self._graph.start({**self._pages, **self.step_inputs(batch)})
+        return _GraphForward(self._graph, state, self.machine)
 
     def row_costs(self, positions: np.ndarray) -> np.ndarray:
         """As ``ModelRunner`` says, by counting floating point operations: 2 for every weight of a median part, and
         2 (Dk + Dv) for every query head and visible key of its attention."""
         flops = np.zeros(len(positions))
-        for layer in self._layers:
+        for layer in self.layers:
             shape = layer.shape
             visible = positions + 1
             if shape.window:
@@ -161,63 +181,43 @@ class GraphRunner:
             if shape.chunk:
                 visible = np.minimum(visible, positions % shape.chunk + 1)
             flops += 2 * (shape.qk_dim + shape.v_dim) * shape.num_kv_heads * shape.group * visible
-        return 1 + flops / (max(len(self._layers), 1) * self._linear_operations)
+        return 1 + flops / (max(len(self.layers), 1) * self._linear_operations)
 
     @property
     def linear_operations(self) -> float:
         """Floating point operations of a token outside of attention, in all parts."""
-        return self._linear_operations * max(len(self._layers), 1)
+        return self._linear_operations * max(len(self.layers), 1)
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of keys and values of a token, over all attention calls."""
-        return bytes_per_page(self._layers, self.page_size) / self.page_size
+        return bytes_per_page(self.layers, self.page_size) / self.page_size
 
     def with_pages(self, num_pages: int) -> GraphRunner:
         """See ``ModelRunner``."""
         return GraphRunner(
             self._graph,
-            self._layers,
+            self.layers,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             page_size=self.page_size,
             num_pages=num_pages,
+            machine=self.machine,
         )
-
-    def _inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        attention = batch.attention
-        inputs = {
-            **self._pages,
-            "input_ids": batch.input_ids,
-            "positions": batch.positions,
-            "logits_rows": batch.logits_rows,
-            "q_offsets": attention.q_offsets,
-            "kv_lens": attention.kv_lens,
-            "page_table": attention.page_table,
-            "slot_mapping": attention.slot_mapping,
-        }
-        units = torch.get_num_threads()
-        for number, layer in self._plans.items():
-            plan = plan_tasks(
-                attention.q_offsets,
-                attention.kv_lens,
-                layer.shape,
-                page_size=self.page_size,
-                units=units,
-                device=cpu(units, layer.dtype.itemsize),
-            )
-            inputs[f"tasks_{number}"], inputs[f"merges_{number}"] = plan.tasks, plan.merges
-        return inputs
 
 
 class _GraphForward:
     """See ``Forward``."""
 
-    def __init__(self, graph: Graph, state: Any) -> None:
+    def __init__(self, graph: Graph, state: list[torch.Tensor | None], machine: Machine) -> None:
         self.num_parts, self.next_part = graph.num_parts, 0
-        self._graph, self._state = graph, state
+        self._graph, self._state, self._machine = graph, state, machine
+        self._stream = machine.current
 
     def advance(self) -> None:
+        if (stream := self._machine.current) != self._stream:
+            self._machine.keep(value for value in self._state if value is not None)
+            self._stream = stream
         with torch.no_grad():
             self._graph.advance(self._state, self.next_part, self.next_part + 1)
         self.next_part += 1

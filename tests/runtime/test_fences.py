@@ -53,11 +53,11 @@ class DeviceMachine(EngineMachine):
 
 TestDeviceMachine = DeviceMachine.TestCase
 TestDeviceMachine.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     lengths=st.lists(st.integers(1, 30), min_size=2, max_size=8),
