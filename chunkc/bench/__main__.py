@@ -18,6 +18,7 @@ COMMANDS = {
     "steps": "chunkc.bench.steps",
     "multiplex": "chunkc.bench.multiplex",
     "peers": "chunkc.bench.peers",
+    "gpu": "chunkc.bench.gpu",
 }
 DEFAULT_COMMAND = "serve"
 
