@@ -266,7 +266,7 @@ def ordered(device: ToyDevice, stream: ToyStream, made: tuple[int, int] | None, 
 
 
 class DeviceSampler(Sampler):
-    """Waits for the caller's stream, as reading logits from a device does; checks that these come before."""
+    """Waits for the stream it is called on, as reading logits from a device does; checks that these come before."""
 
     def __init__(self, device: ToyDevice) -> None:
         super().__init__()
@@ -274,10 +274,11 @@ class DeviceSampler(Sampler):
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
         device = self.device
-        assert device.current is device.whole
+        stream = device.current
+        assert stream is not device.prefill
         with device.lock:
-            ordered(device, device.whole, logits.made, "samples from what")  # type: ignore[attr-defined]
-        device.whole.record().wait()
+            ordered(device, stream, logits.made, "samples from what")  # type: ignore[attr-defined]
+        stream.record().wait()
         return super().sample(logits, requests)
 
 
