@@ -18,7 +18,7 @@ from chunkc.passes.core import core_passes
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.passes.split_layers import SplitLayers
-from chunkc.preparation import Preparation
+from chunkc.prepared import Prepared
 from chunkc.program import LoweredGraph
 
 
@@ -29,7 +29,15 @@ class _SplitPlain(SplitLayers):
     requires = ("linears_fused", "logits_gathered")
 
 
-def prepare(model: nn.Module) -> Preparation:
+@dataclass(frozen=True)
+class Ready:
+    """A prepared model and its graph, on the CPU."""
+
+    prepared: Prepared
+    graph: LoweredGraph
+
+
+def prepare(model: nn.Module) -> Ready:
     """The model after all passes but the one that packs linears for the CPU; op by op, still on the CPU.
 
     Raises:
@@ -37,7 +45,8 @@ def prepare(model: nn.Module) -> Preparation:
     """
     passes = [each for each in core_passes() if not isinstance(each, (PackLinears, SplitLayers))]
     pipeline = PassPipeline([*passes, _SplitPlain()])
-    return preparation.from_scratch(model, passes=pipeline, dump=None, mode="eager")
+    work = preparation.from_scratch(model, passes=pipeline, dump=None, mode="eager")
+    return Ready(work.prepared, work.lowered())
 
 
 def move(graph: LoweredGraph, device: torch.device) -> LoweredGraph:

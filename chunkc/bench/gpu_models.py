@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from chunkc.preparation import Preparation
+    from chunkc.on_device import Ready
     from chunkc.runtime.engine import Engine
     from chunkc.runtime.machine import Machine
     from chunkc.runtime.runner import GraphRunner
@@ -67,7 +67,7 @@ class Placed:
 
 
 @functools.lru_cache(maxsize=1)  # a model need not be captured again for the next part of the program
-def _prepare(sizes: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, Preparation]:
+def _prepare(sizes: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, Ready]:
     from chunkc import on_device
 
     model = _build(dict(sizes), dtype, device)

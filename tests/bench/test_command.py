@@ -92,11 +92,15 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, capsys, monk
     assert len(said_lines) == 1 and said in said_lines[0]
 
 
-def test_every_mode_gets_a_row_and_the_trace_a_process(monkeypatch, workload, tmp_path, capsys, two_cores):
+def test_every_mode_gets_a_row_and_the_trace_a_process(monkeypatch, tmp_path, capsys, two_cores):
     toy = Engine(ToyRunner(64, 4))
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50)))
     monkeypatch.setattr(serve, "load", lambda name, dtype: (model, None))
     monkeypatch.setitem(vars(chunkc), "compile", lambda model, **options: toy)
+    decoding = {"arrival_s": 0.0, "prompt_token_ids": list(range(4)), "max_new_tokens": 200}
+    late = {"arrival_s": 0.01, "prompt_token_ids": list(range(40)), "max_new_tokens": 2}
+    workload = tmp_path / "w.json"
+    workload.write_text(json.dumps({"small": [decoding, late]}))
     trace = tmp_path / "trace.json"
     arguments = f"--workload {workload} --which small --budget whole 8 --repeat 2 --no-hf --trace {trace}"
     assert main([*arguments.split(), "--multiplex", "off", "layers", "streams"]) == 0
