@@ -28,6 +28,7 @@ class MixedCase:
         k_pages, v_pages: ``[num_pages, Hkv, page_size, D]``, filled with the tokens of earlier steps.
         metadata: the batch.
         sinks: ``[Hq]`` or None.
+        alibi_slopes: float32 ``[Hq]`` or None.
         scale, softcap: of the scores.
         keys, values: per request ``[kv_len, Hkv, D]``, earlier tokens and this step's.
     """
@@ -40,6 +41,7 @@ class MixedCase:
     v_pages: torch.Tensor
     metadata: AttentionMetadata
     sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
     scale: float
     softcap: float
     keys: list[torch.Tensor]
@@ -61,7 +63,7 @@ class MixedCase:
         """The operator's arguments; the pages are copies, as the operator writes to them."""
         m = self.metadata
         batch = (m.q_offsets, m.kv_lens, m.page_table, m.slot_mapping, table.tasks, table.merges)
-        meaning = (self.sinks, self.scale, self.shape.window, self.shape.chunk, self.softcap)
+        meaning = (self.sinks, self.alibi_slopes, self.scale, self.shape.window, self.shape.chunk, self.softcap)
         return (self.q, self.k, self.v, self.k_pages.clone(), self.v_pages.clone(), *batch, *meaning)
 
     def run(self, table: TaskTable | None = None) -> torch.Tensor:
@@ -77,6 +79,7 @@ def make_case(
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
     sinks: bool = False,
+    alibi: bool = False,
     softcap: float = 0.0,
     score_std: float = 1.0,
     padding: int = 0,
@@ -90,6 +93,7 @@ def make_case(
         page_size: tokens per page.
         dtype: of all tensors.
         sinks: with random sinks.
+        alibi: with slopes from 2 down to 2**-8, each third one negative (far keys weigh most).
         softcap: 0 for none.
         score_std: standard deviation of the scores, to reach saturated softmaxes and huge logits.
         padding: rows after the last request's that write no slot and belong to no request.
@@ -143,11 +147,18 @@ def make_case(
         v_pages=v_pages,
         metadata=AttentionMetadata(q_offsets, torch.tensor(kv_lens, dtype=torch.int32), page_table, slot_mapping),
         sinks=normal(shape.num_q_heads) if sinks else None,
+        alibi_slopes=_slopes(shape.num_q_heads) if alibi else None,
         scale=score_std / math.sqrt(shape.qk_dim),
         softcap=softcap,
         keys=keys,
         values=values,
     )
+
+
+def _slopes(heads: int) -> torch.Tensor:
+    slopes = torch.logspace(1, -8, heads, base=2.0)
+    slopes[2::3] *= -1
+    return slopes
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:

@@ -72,7 +72,8 @@ at::Tensor mixed_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& k_pages, at::Tensor& v_pages,
     const at::Tensor& q_offsets, const at::Tensor& kv_lens, const at::Tensor& page_table,
     const at::Tensor& slot_mapping, const at::Tensor& tasks, const at::Tensor& merges,
-    const std::optional<at::Tensor>& sinks, double scale, int64_t window, int64_t chunk, double softcap) {
+    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& alibi_slopes, double scale,
+    int64_t window, int64_t chunk, double softcap) {
   TORCH_CHECK_VALUE(
       q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k_pages.dim() == 4 && v_pages.dim() == 4,
       "mixed_attention: q, k, v must be 3-d and the pages 4-d");
@@ -99,12 +100,14 @@ at::Tensor mixed_attention(
   const auto contiguous_rows = [](const at::Tensor& t) { return t.stride(2) == 1 ? t : t.contiguous(); };
   const at::Tensor queries = contiguous_rows(q), keys = contiguous_rows(k), values = contiguous_rows(v);
   at::Tensor out = at::detail::empty_cpu({q.size(0), q.size(1), v.size(2)}, q.options());
-  at::Tensor sinks_float;
-  if (sinks) {
-    sinks_float = sinks->to(at::kFloat).contiguous();
+  const auto per_head = [&](const std::optional<at::Tensor>& t, const char* what) {
+    if (!t)
+      return at::Tensor();
     TORCH_CHECK_VALUE(
-        sinks_float.dim() == 1 && sinks_float.size(0) == q.size(1), "mixed_attention: one sink per query head");
-  }
+        t->dim() == 1 && t->size(0) == q.size(1), "mixed_attention: one ", what, " per query head wanted");
+    return t->to(at::kFloat).contiguous();
+  };
+  const at::Tensor sinks_float = per_head(sinks, "sink"), slopes_float = per_head(alibi_slopes, "ALiBi slope");
 
   const int64_t num_merges = merges.size(0);
   const Merge* merge_table = reinterpret_cast<const Merge*>(merges.data_ptr<int32_t>());
@@ -127,6 +130,7 @@ at::Tensor mixed_attention(
   call.num_q_heads = q.size(1), call.num_kv_heads = k.size(1), call.group = q.size(1) / k.size(1);
   call.qk_dim = q.size(2), call.v_dim = v.size(2);
   call.sinks = sinks ? sinks_float.data_ptr<float>() : nullptr;
+  call.alibi_slopes = alibi_slopes ? slopes_float.data_ptr<float>() : nullptr;
   call.scale = scale, call.softcap = softcap, call.window = window, call.chunk = chunk;
   call.merges = merge_table, call.partials = partials.data_ptr<float>(), call.pieces_left = pieces_left.get();
 
@@ -150,12 +154,12 @@ at::Tensor mixed_attention(
 Handle boxed_mixed_attention(
     const Handle& q, const Handle& k, const Handle& v, const Handle& k_pages, const Handle& v_pages,
     const Handle& q_offsets, const Handle& kv_lens, const Handle& page_table, const Handle& slot_mapping,
-    const Handle& tasks, const Handle& merges, const std::optional<Handle>& sinks, double scale, int64_t window,
-    int64_t chunk, double softcap) {
+    const Handle& tasks, const Handle& merges, const std::optional<Handle>& sinks,
+    const std::optional<Handle>& alibi_slopes, double scale, int64_t window, int64_t chunk, double softcap) {
   return handle_of(mixed_attention(
       tensor_of(q), tensor_of(k), tensor_of(v), tensor_of(k_pages), tensor_of(v_pages), tensor_of(q_offsets),
       tensor_of(kv_lens), tensor_of(page_table), tensor_of(slot_mapping), tensor_of(tasks), tensor_of(merges),
-      tensor_of(sinks), scale, window, chunk, softcap));
+      tensor_of(sinks), tensor_of(alibi_slopes), scale, window, chunk, softcap));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(chunkc, CPU, m) {

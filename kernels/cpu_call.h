@@ -31,7 +31,8 @@ struct Call {
   const int32_t* page_table;
   int64_t page_table_stride, num_requests, num_tokens, num_pages, page_size;
   int64_t num_q_heads, num_kv_heads, group, qk_dim, v_dim;
-  const float* sinks;  // [Hq] or nullptr
+  const float* sinks;         // [Hq] or nullptr
+  const float* alibi_slopes;  // [Hq] or nullptr
   float scale, softcap;
   int64_t window, chunk;
   const Merge* merges;
@@ -118,6 +119,7 @@ struct Workspace {
   Buffer<int32_t> first_key, last_key;  // [rows], both inclusive
   Buffer<float> output;                 // [rows][output_stride], not normalised
   Buffer<float> peak, total;            // [rows]
+  Buffer<float> slopes;                 // [rows], ALiBi's, where there is one
   int64_t output_stride = 0;
 
   Buffer<float> scores, rescale, queries, keys, values, totals;

@@ -150,6 +150,33 @@ void add_values(
     add_columns<T, ROWS, 1>(values, count, weights, rescale, output, d, dim, ahead);
 }
 
+// Turns the products of a row and a tile into scores; returns the largest so far. kAlibi: with a bias by distance,
+// ws.slopes[r] * (key - position); a row's position is the last key that it sees.
+template <bool kAlibi>
+inline float finish_row(
+    const Call& call, const Workspace& ws, int64_t r, float* scores, int64_t begin, int64_t count, bool masked) {
+  const int64_t padded = round_up(count, kLanes);
+  const float scale = call.scale * kLog2E;
+  const VecInt first = VecInt{} + ws.first_key[r];
+  const VecInt last = VecInt{} + std::min<int32_t>(ws.last_key[r], begin + count - 1);
+  Vec peaks = splat(ws.peak[r]);
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    Vec s = load(scores + j);
+    if (call.softcap > 0)
+      s = tanh(s * (call.scale / call.softcap)) * (call.softcap * kLog2E);
+    else
+      s = s * scale;
+    const VecInt key = lane_numbers() + static_cast<int32_t>(begin + j);
+    if constexpr (kAlibi)
+      s += to_floats(key - ws.last_key[r]) * ws.slopes[r];
+    if (masked || padded != count)
+      s = ((key >= first) & (key <= last)) ? s : splat(kMinusInf);
+    store(scores + j, s);
+    peaks = max(s, peaks);
+  }
+  return largest(peaks);
+}
+
 template <typename T>
 class FewRows {
  public:
@@ -247,24 +274,9 @@ class FewRows {
   void soft_max(int64_t r, int64_t begin, int64_t count, bool masked) const {
     float* scores = scores_ + r * kTile;
     const int64_t padded = round_up(count, kLanes);
-    const float scale = call_.scale * kLog2E, old_peak = ws_.peak[r];
-    const VecInt first = VecInt{} + ws_.first_key[r];
-    const VecInt last = VecInt{} + std::min<int32_t>(ws_.last_key[r], begin + count - 1);
-    Vec peaks = splat(old_peak);
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      Vec s = load(scores + j);
-      if (call_.softcap > 0)
-        s = tanh(s * (call_.scale / call_.softcap)) * (call_.softcap * kLog2E);
-      else
-        s = s * scale;
-      if (masked || padded != count) {
-        const VecInt key = lane_numbers() + static_cast<int32_t>(begin + j);
-        s = ((key >= first) & (key <= last)) ? s : splat(kMinusInf);
-      }
-      store(scores + j, s);
-      peaks = max(s, peaks);
-    }
-    const float peak = largest(peaks);
+    const float old_peak = ws_.peak[r];
+    const auto finish = call_.alibi_slopes ? finish_row<true> : finish_row<false>;
+    const float peak = finish(call_, ws_, r, scores, begin, count, masked);
     // A row that has seen no key yet has peak -inf; 0 in its place keeps -inf - -inf out, and its weights are 0.
     const Vec base = splat(peak == kMinusInf ? 0.0f : peak);
     const float rescale = exp2_nonpositive(splat(old_peak) - base)[0];

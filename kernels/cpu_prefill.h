@@ -16,6 +16,31 @@
 
 namespace chunkc {
 
+// Turns the products of kLanes rows from r on with a tile's keys, `stride` apart, into scores; returns the largest so
+// far of each. kAlibi: as in finish_row.
+template <bool kAlibi>
+inline Vec finish_lanes(
+    const Call& call, const Workspace& ws, int64_t r, float* scores, int64_t stride, int64_t begin, int64_t count) {
+  const float scale = std::abs(call.scale);
+  const VecInt first = load(ws.first_key.data() + r), last = load(ws.last_key.data() + r);
+  const Vec slope = kAlibi ? load(ws.slopes.data() + r) : Vec{};
+  Vec peak = load(ws.peak.data() + r);
+  for (int64_t j = 0; j < count; ++j) {
+    Vec s = load(scores + j * stride);
+    if (call.softcap > 0)
+      s = tanh(s * (scale / call.softcap)) * (call.softcap * kLog2E);
+    else
+      s = s * (scale * kLog2E);
+    const VecInt key = VecInt{} + static_cast<int32_t>(begin + j);
+    if constexpr (kAlibi)
+      s += to_floats(key - last) * slope;
+    s = ((key >= first) & (key <= last)) ? s : splat(kMinusInf);
+    store(scores + j * stride, s);
+    peak = max(s, peak);
+  }
+  return peak;
+}
+
 template <typename T>
 class ManyRows {
  public:
@@ -181,22 +206,12 @@ class ManyRows {
   void soft_max(int64_t r, int64_t begin, int64_t count, bool masked) const {
     float* scores = ws_.scores.data() + r;
     const float scale = std::abs(call_.scale);
-    const bool edit = masked || call_.softcap > 0;
+    const bool alibi = call_.alibi_slopes != nullptr, edit = alibi || masked || call_.softcap > 0;
     const Vec old_peak = load(ws_.peak.data() + r);
     Vec peak = old_peak;
     if (edit) {
-      const VecInt first = load(ws_.first_key.data() + r), last = load(ws_.last_key.data() + r);
-      for (int64_t j = 0; j < count; ++j) {
-        Vec s = load(scores + j * padded_);
-        if (call_.softcap > 0)
-          s = tanh(s * (scale / call_.softcap)) * (call_.softcap * kLog2E);
-        else
-          s = s * (scale * kLog2E);
-        const VecInt key = VecInt{} + static_cast<int32_t>(begin + j);
-        s = ((key >= first) & (key <= last)) ? s : splat(kMinusInf);
-        store(scores + j * padded_, s);
-        peak = max(s, peak);
-      }
+      const auto finish = alibi ? finish_lanes<true> : finish_lanes<false>;
+      peak = finish(call_, ws_, r, scores, padded_, begin, count);
     } else {
       Vec largest = load(scores);
       for (int64_t j = 1; j < count; ++j)

@@ -83,6 +83,10 @@ inline VecInt lane_numbers() {
   return x;
 }
 
+inline Vec to_floats(VecInt x) {
+  return __builtin_convertvector(x, Vec);
+}
+
 // The larger one; b where either is NaN.
 inline Vec max(Vec a, Vec b) {
 #if defined(CHUNKC_AVX512)

@@ -22,6 +22,8 @@ class Body {
       const int64_t row = task.row_begin + r;
       return q_.at(call_.q_offsets[task.request] + row / call_.group, task.kv_head * call_.group + row % call_.group);
     };
+    if (call_.alibi_slopes)
+      set_slopes(task, rows, ws);
     if (rows <= kFewRows)
       FewRows<T>::attend(call_, task, keys, values, query, ws);
     else
@@ -45,6 +47,15 @@ class Body {
   }
 
  private:
+  // Each row's slope in units of log2; 0 in the lanes of no row.
+  void set_slopes(const Task& task, int64_t rows, Workspace& ws) const {
+    const int64_t padded = round_up(rows, kLanes);
+    float* slopes = ws.slopes.reserve(padded);
+    std::fill_n(slopes, padded, 0.0f);
+    for (int64_t r = 0; r < rows; ++r)
+      slopes[r] = call_.alibi_slopes[task.kv_head * call_.group + (task.row_begin + r) % call_.group] * kLog2E;
+  }
+
   void check(const Task& task) const {
     TORCH_CHECK_INDEX(
         task.request >= 0 && task.request < call_.num_requests && task.kv_head >= 0 &&

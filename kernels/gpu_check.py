@@ -38,6 +38,7 @@ class Check:
 
 _MIXED = ((3, 1, 40, 0, 1), (40, 300, 100, 9, 1))  # q_lens and kv_lens of most checks
 _BF16 = {"dtype": torch.bfloat16}
+_ALIBI = {**_BF16, "alibi": True}
 CHECKS = (
     *(Check(f"variant {v}", *_MIXED, AttentionShape(8, 2, 128, 128), _BF16, variant=v) for v in VARIANTS),
     *(Check(f"group {g}", *_MIXED, AttentionShape(g, 1, 64, 64), _BF16) for g in (1, 3, 5, 6, 7, 16, 20)),
@@ -50,6 +51,7 @@ CHECKS = (
     Check("chunk", *_MIXED, AttentionShape(4, 2, 64, 64, chunk=32), {**_BF16, "page_size": 4}),
     Check("softcap", *_MIXED, AttentionShape(4, 2, 64, 64), {**_BF16, "softcap": 5.0, "score_std": 1e4}),
     Check("sinks and splits", *_MIXED, AttentionShape(4, 2, 64, 64), {**_BF16, "sinks": True}, {"kv_split": 64}),
+    *(Check(f"ALiBi, variant {v}", *_MIXED, AttentionShape(6, 2, 64, 64), _ALIBI, variant=v) for v in VARIANTS),
 )
 
 
@@ -65,6 +67,8 @@ def dense(case: MixedCase, magnitude: bool = False) -> torch.Tensor:
             scores = torch.tanh(scores / case.softcap) * case.softcap
         key = torch.arange(k.shape[1])[None, :]
         position = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+        if case.alibi_slopes is not None:
+            scores += case.alibi_slopes.double()[:, None, None] * (key - position)
         hidden = key > position
         if shape.window:
             hidden |= position - key >= shape.window
@@ -148,7 +152,7 @@ def make_batch(
             normal(sum(pages), heads, page_size, shape.qk_dim),
             normal(sum(pages), heads, page_size, shape.v_dim),
             *(x.to(device) for x in (q_offsets, lengths, page_table, torch.cat(slots), plan.tasks, plan.merges)),
-            *(None, shape.qk_dim**-0.5, 0, 0, 0.0),
+            *(None, None, shape.qk_dim**-0.5, 0, 0, 0.0),
         ),
         kv_bytes=sum(kv_lens) * heads * (shape.qk_dim + shape.v_dim) * 2,
         flops=sum(q * kv - q * (q - 1) // 2 for q, kv in zip(q_lens, kv_lens, strict=True))

@@ -16,7 +16,8 @@ no Python between the compiled graph and C++. The Triton body is registered here
 dispatches under the same key) where torch is built for it and Triton is installed; Triton is imported at the first
 use.
 
-When the arguments of an operator change, give it a new name: compiled artifacts are cached by operator name.
+Compiled artifacts are cached by the operators' names and schemas: when an operator changes its meaning under the same
+schema, or which arguments it writes to, give it a new name.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ import torch
 from chunkc.kernels import reference
 
 ATTENTION_SCHEMA = (
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, bool causal, "
-    "int window, int chunk, float softcap) -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? alibi_slopes, float scale, "
+    "bool causal, int window, int chunk, float softcap) -> Tensor"
 )
 MIXED_ATTENTION_SCHEMA = (
     "mixed_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, "
     "Tensor q_offsets, Tensor kv_lens, Tensor page_table, Tensor slot_mapping, Tensor tasks, Tensor merges, "
-    "Tensor? sinks, float scale, int window, int chunk, float softcap) -> Tensor"
+    "Tensor? sinks, Tensor? alibi_slopes, float scale, int window, int chunk, float softcap) -> Tensor"
 )
 
 
@@ -45,6 +46,7 @@ def _attention_shape(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     scale: float,
     causal: bool,
     window: int,
@@ -68,6 +70,7 @@ def _mixed_attention_shape(
     tasks: torch.Tensor,
     merges: torch.Tensor,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     scale: float,
     window: int,
     chunk: int,

@@ -1,8 +1,10 @@
 """What the operators mean, in plain torch. Slow, short, and the judge of every faster body.
 
 All arithmetic is float32; only the result is rounded to the dtype of ``q``. The score of a query and a key is
-``s = scale * q.k``, with ``softcap > 0`` then ``softcap * tanh(s / softcap)``. A sink is one more logit per
-query head that takes part in the softmax and has no value. A query that sees no key at all gets zeros.
+``s = scale * q.k``, with ``softcap > 0`` then ``softcap * tanh(s / softcap)``. ALiBi adds to that, behind the softcap,
+``slope * (j - i)`` for a query at position ``i`` and a key at ``j``: 0 for the query's own key. A sink is one more
+logit per query head that takes part in the softmax and has no value; ALiBi does not touch it. A query that sees no key
+at all gets zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ def attention(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     scale: float,
     causal: bool,
     window: int,
@@ -32,6 +35,7 @@ def attention(
         v: ``[B, Hkv, S, Dv]``.
         mask: bool (True = attend) or float (added to the scores), broadcastable to ``[B, Hq, S, S]``.
         sinks: ``[Hq]`` logits.
+        alibi_slopes: float32 ``[Hq]``, of any sign.
         scale: factor of the scores.
         causal: query ``i`` sees keys ``j <= i`` only.
         window: 0, or key ``j`` is visible to query ``i`` only if ``i - j < window``.
@@ -47,6 +51,8 @@ def attention(
     values = v.float().repeat_interleave(group, dim=1)
     scores = _soft_cap(q.float() @ keys.transpose(-1, -2) * scale, softcap)
     position = torch.arange(seq, device=q.device)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.float()[:, None, None] * (position[None, :] - position[:, None])
     scores = scores.masked_fill(~_visible(position, position, causal, window, chunk), float("-inf"))
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -77,6 +83,7 @@ def mixed_attention(
     tasks: torch.Tensor,
     merges: torch.Tensor,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     scale: float,
     window: int,
     chunk: int,
@@ -93,8 +100,8 @@ def mixed_attention(
         q_offsets, kv_lens, page_table, slot_mapping: the batch, see
             :class:`~chunkc.kernels.metadata.AttentionMetadata`.
         tasks, merges: the plan, see :mod:`chunkc.kernels.tasks`.
-        sinks, scale, window, chunk, softcap: as for :func:`attention`, with ``i`` and ``j`` positions in the
-            request.
+        sinks, alibi_slopes, scale, window, chunk, softcap: as for :func:`attention`, with ``i`` and ``j`` positions
+            in the request.
 
     Returns:
         ``[T, Hq, Dv]``, contiguous, dtype of ``q``; zero where no task writes.
@@ -130,6 +137,9 @@ def mixed_attention(
 
         position = lengths[task.request] - q_len + row // group
         scores = _soft_cap(query @ keys.T * scale, softcap)
+        if alibi_slopes is not None:
+            slope = alibi_slopes.float()[task.kv_head * group + row % group]
+            scores = scores + slope[:, None] * (key[None, :] - position[:, None])
         scores = scores.masked_fill(~_visible(position, key, True, window, chunk), float("-inf"))
         peak = scores.amax(-1)
         weights = torch.exp(scores - peak.masked_fill(peak == float("-inf"), 0.0)[:, None])

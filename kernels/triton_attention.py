@@ -45,6 +45,7 @@ def mixed_attention(
     tasks: torch.Tensor,
     merges: torch.Tensor,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     scale: float,
     window: int,
     chunk: int,
@@ -63,7 +64,9 @@ def mixed_attention(
     Raises:
         TypeError, ValueError: dtypes or shapes that do not fit together.
     """
-    _check(q, k, v, k_pages, v_pages, q_offsets, kv_lens, page_table, slot_mapping, tasks, merges, sinks)
+    _check(q, k, v, k_pages, v_pages, q_offsets, kv_lens, page_table, slot_mapping, tasks, merges)
+    _check_per_head(q.shape[1], "sink", sinks)
+    _check_per_head(q.shape[1], "ALiBi slope", alibi_slopes)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     num_tokens, num_q_heads, qk_dim = q.shape
     num_kv_heads, v_dim, page_size = k.shape[1], v.shape[2], k_pages.shape[2]
@@ -89,12 +92,16 @@ def mixed_attention(
     partial_stats = torch.empty(scratch_rows, 2, dtype=torch.float32, device=q.device)
     kv_alike = k_pages.stride() == v_pages.stride()
     sink_tensor = q if sinks is None else sinks  # never read where there are none
+    slopes = partial_stats if alibi_slopes is None else alibi_slopes.float()
     triton_kernels.attend_kernel[(grid,)](
         q, k_pages, v_pages, out, partial_acc, partial_stats, counter,
-        tasks, q_offsets, kv_lens, page_table, sink_tensor,
+        tasks, q_offsets, kv_lens, page_table, sink_tensor, slopes,
         q.stride(0), q.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3], out.stride(0), page_table.stride(0),
         scale, softcap, window, chunk, num_tasks, scratch_rows,
-        **attend_constants(tiles, group, page_size, qk_dim, v_dim, window, chunk, softcap, sinks is not None, kv_alike),
+        **attend_constants(
+            tiles, group, page_size, qk_dim, v_dim, window, chunk, softcap,
+            has_sinks=sinks is not None, has_alibi=alibi_slopes is not None, kv_alike=kv_alike,
+        ),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if num_merges:
@@ -114,7 +121,9 @@ def attend_constants(
     window: int,
     chunk: int,
     softcap: float,
+    *,
     has_sinks: bool,
+    has_alibi: bool,
     kv_alike: bool,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of ``attend_kernel``; ``kv_alike``: pages of keys and values have equal strides."""
@@ -133,6 +142,7 @@ def attend_constants(
         "HAS_CHUNK": chunk > 0,
         "HAS_SOFTCAP": softcap > 0,
         "HAS_SINKS": has_sinks,
+        "HAS_ALIBI": has_alibi,
         "SMALL_M": tiles.small_m,
         "SMALL_N": tiles.small_n,
         "LARGE_M": tiles.large_m,
@@ -195,7 +205,6 @@ def _check(
     slot_mapping: torch.Tensor,
     tasks: torch.Tensor,
     merges: torch.Tensor,
-    sinks: torch.Tensor | None,
 ) -> None:
     if not (q.dim() == k.dim() == v.dim() == 3 and k_pages.dim() == v_pages.dim() == 4):
         raise ValueError("mixed_attention: q, k, v must be 3-d and the pages 4-d")
@@ -233,5 +242,8 @@ def _check(
         merges.shape[1],
     ) != (8, 8):
         raise ValueError("mixed_attention: the batch's tensors do not fit together")
-    if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_contiguous()):
-        raise ValueError("mixed_attention: one sink per query head wanted")
+
+
+def _check_per_head(num_q_heads: int, what: str, numbers: torch.Tensor | None) -> None:
+    if numbers is not None and (numbers.shape != (num_q_heads,) or not numbers.is_contiguous()):
+        raise ValueError(f"mixed_attention: one {what} per query head wanted, contiguous")

@@ -83,13 +83,14 @@ def _soft_cap(x, softcap):
 @triton.jit
 def _walk_keys(
     acc, acc_tail, peak, total,
-    q, q_tail, first_key, last_key, begin, end,
+    q, q_tail, first_key, last_key, slope, begin, end,
     k_head, v_head, k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, pages,
     scale, softcap,
     PAGE_SIZE: tl.constexpr, KV_ALIKE: tl.constexpr,
     QK_DIM: tl.constexpr, QK_MAIN: tl.constexpr, QK_TAIL: tl.constexpr,
     V_DIM: tl.constexpr, V_MAIN: tl.constexpr, V_TAIL: tl.constexpr,
-    HAS_START: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_START: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys ``begin .. end``; without MASKED a multiple of BLOCK_N that all rows see.
 
@@ -115,6 +116,8 @@ def _walk_keys(
             scores = _soft_cap(scores * scale, softcap) * LOG2E
         else:
             scores = scores * (scale * LOG2E)
+        if HAS_ALIBI:  # a row's position is the last key that it sees
+            scores += slope[:, None] * (key[None, :] - last_key[:, None]).to(tl.float32)
         if MASKED:
             visible = (key[None, :] <= last_key[:, None]) & valid[None, :]
             if HAS_START:
@@ -153,7 +156,7 @@ def _add_sink(peak, total, sinks, head, valid):
 @triton.jit
 def _attend_rows(
     first_row, row_end, kv_head, kv_begin, kv_end, partial_row, first_token, first_position,
-    q, k_pages, v_pages, out, partial_acc, partial_stats, pages, sinks,
+    q, k_pages, v_pages, out, partial_acc, partial_stats, pages, sinks, alibi_slopes,
     q_stride_token, q_stride_head, k_stride_page, k_stride_head, k_stride_slot,
     v_stride_page, v_stride_head, v_stride_slot, out_stride_token,
     scale, softcap, window, chunk, scratch_rows,
@@ -161,6 +164,7 @@ def _attend_rows(
     QK_DIM: tl.constexpr, QK_MAIN: tl.constexpr, QK_TAIL: tl.constexpr,
     V_DIM: tl.constexpr, V_MAIN: tl.constexpr, V_TAIL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first_row .. min(first_row + BLOCK_M, row_end)`` of a task, over all its keys."""
@@ -179,6 +183,10 @@ def _attend_rows(
     last_key = first_position + row // GROUP
     first_key = tl.zeros([BLOCK_M], tl.int32)
     HAS_START: tl.constexpr = HAS_WINDOW or HAS_CHUNK
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0) * LOG2E
+    else:
+        slope = first_key  # not used
     full_begin = kv_begin
     final_row_position = first_position + (tl.minimum(first_row + BLOCK_M, row_end) - 1) // GROUP
     if HAS_WINDOW:
@@ -203,19 +211,22 @@ def _attend_rows(
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_START:
         acc, acc_tail, peak, total = _walk_keys(
-            acc, acc_tail, peak, total, q_main, q_tail, first_key, last_key, kv_begin, full_begin,
+            acc, acc_tail, peak, total, q_main, q_tail, first_key, last_key, slope, kv_begin, full_begin,
             k_head, v_head, k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, pages, scale, softcap,
-            PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL, HAS_START, HAS_SOFTCAP, True, BLOCK_N,
+            PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL, HAS_START, HAS_SOFTCAP, HAS_ALIBI,
+            True, BLOCK_N,
         )  # fmt: skip
     acc, acc_tail, peak, total = _walk_keys(
-        acc, acc_tail, peak, total, q_main, q_tail, first_key, last_key, full_begin, full_end,
+        acc, acc_tail, peak, total, q_main, q_tail, first_key, last_key, slope, full_begin, full_end,
         k_head, v_head, k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, pages, scale, softcap,
-        PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL, HAS_START, HAS_SOFTCAP, False, BLOCK_N,
+        PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL, HAS_START, HAS_SOFTCAP, HAS_ALIBI,
+        False, BLOCK_N,
     )  # fmt: skip
     acc, acc_tail, peak, total = _walk_keys(
-        acc, acc_tail, peak, total, q_main, q_tail, first_key, last_key, full_end, kv_end,
+        acc, acc_tail, peak, total, q_main, q_tail, first_key, last_key, slope, full_end, kv_end,
         k_head, v_head, k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, pages, scale, softcap,
-        PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL, HAS_START, HAS_SOFTCAP, True, BLOCK_N,
+        PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL, HAS_START, HAS_SOFTCAP, HAS_ALIBI,
+        True, BLOCK_N,
     )  # fmt: skip
 
     if partial_row >= 0:
@@ -240,7 +251,7 @@ def _attend_rows(
 @triton.jit(do_not_specialize=["num_tasks", "scratch_rows", "window", "chunk"])
 def attend_kernel(
     q, k_pages, v_pages, out, partial_acc, partial_stats, counter,
-    tasks, q_offsets, kv_lens, page_table, sinks,
+    tasks, q_offsets, kv_lens, page_table, sinks, alibi_slopes,
     q_stride_token, q_stride_head, k_stride_page, k_stride_head, k_stride_slot,
     v_stride_page, v_stride_head, v_stride_slot, out_stride_token, page_table_stride,
     scale, softcap, window, chunk, num_tasks, scratch_rows,
@@ -248,6 +259,7 @@ def attend_kernel(
     QK_DIM: tl.constexpr, QK_MAIN: tl.constexpr, QK_TAIL: tl.constexpr,
     V_DIM: tl.constexpr, V_MAIN: tl.constexpr, V_TAIL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     SMALL_M: tl.constexpr, SMALL_N: tl.constexpr, LARGE_M: tl.constexpr, LARGE_N: tl.constexpr,
 ):  # fmt: skip
     """Take tasks until there are none. ``counter`` starts at the number of programs.
@@ -279,12 +291,12 @@ def attend_kernel(
                 _attend_rows(
                     first_row, row_end, kv_head, kv_begin, kv_end,
                     tl.where(partial_row >= 0, partial_row + first_row - row_begin, -1), first_token, first_position,
-                    q, k_pages, v_pages, out, partial_acc, partial_stats, pages, sinks,
+                    q, k_pages, v_pages, out, partial_acc, partial_stats, pages, sinks, alibi_slopes,
                     q_stride_token, q_stride_head, k_stride_page, k_stride_head, k_stride_slot,
                     v_stride_page, v_stride_head, v_stride_slot, out_stride_token,
                     scale, softcap, window, chunk, scratch_rows,
                     GROUP, PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL,
-                    HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_SINKS, SMALL_M, SMALL_N,
+                    HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_SINKS, HAS_ALIBI, SMALL_M, SMALL_N,
                 )  # fmt: skip
         if LARGE_M > 0:
             large_end = row_end
@@ -294,12 +306,12 @@ def attend_kernel(
                 _attend_rows(
                     first_row, row_end, kv_head, kv_begin, kv_end,
                     tl.where(partial_row >= 0, partial_row + first_row - row_begin, -1), first_token, first_position,
-                    q, k_pages, v_pages, out, partial_acc, partial_stats, pages, sinks,
+                    q, k_pages, v_pages, out, partial_acc, partial_stats, pages, sinks, alibi_slopes,
                     q_stride_token, q_stride_head, k_stride_page, k_stride_head, k_stride_slot,
                     v_stride_page, v_stride_head, v_stride_slot, out_stride_token,
                     scale, softcap, window, chunk, scratch_rows,
                     GROUP, PAGE_SIZE, KV_ALIKE, QK_DIM, QK_MAIN, QK_TAIL, V_DIM, V_MAIN, V_TAIL,
-                    HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_SINKS, LARGE_M, LARGE_N,
+                    HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_SINKS, HAS_ALIBI, LARGE_M, LARGE_N,
                 )  # fmt: skip
 
 

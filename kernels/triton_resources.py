@@ -37,6 +37,7 @@ _SHARED_RESERVED = {"sm_90": 1024, "sm_80": 1024, "gfx942": 0}  # per block, by 
 _POINTERS = {
     "partial_acc": "fp32",
     "partial_stats": "fp32",
+    "alibi_slopes": "fp32",
     "counter": "i32",
     "tasks": "i32",
     "q_offsets": "i32",
@@ -89,6 +90,7 @@ def compile_variant(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    alibi: bool = False,
     tiles: Tiles | None = None,
 ) -> Resources:
     """Compile ``attend_kernel`` for a device of DEVICES as a launch with these arguments would, and look at it.
@@ -98,7 +100,8 @@ def compile_variant(
     """
     device = DEVICES[device_name]
     tiles = tiles or choose_tiles(variant, qk_dim, v_dim, dtype.itemsize, group, device)
-    constants = attend_constants(tiles, group, page_size, qk_dim, v_dim, window, chunk, softcap, sinks, qk_dim == v_dim)
+    features = {"has_sinks": sinks, "has_alibi": alibi, "kv_alike": qk_dim == v_dim}
+    constants = attend_constants(tiles, group, page_size, qk_dim, v_dim, window, chunk, softcap, **features)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     compiled = _compile(triton_kernels.attend_kernel, constants, dtype, device, options)
     shared = compiled.metadata.shared

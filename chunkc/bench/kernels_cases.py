@@ -86,7 +86,7 @@ class Inputs:
         m, shape = self.metadata, self.shape
         plan = plan_tasks(m.q_offsets, m.kv_lens, shape, page_size=PAGE_SIZE, units=threads)
         batch = (m.q_offsets, m.kv_lens, m.page_table, m.slot_mapping, plan.tasks, plan.merges)
-        arguments = (self.q, self.k, self.v, self.k_pages, self.v_pages, *batch, None, self.scale, 0, 0, 0.0)
+        arguments = (self.q, self.k, self.v, self.k_pages, self.v_pages, *batch, None, None, self.scale, 0, 0, 0.0)
         operator = torch.ops.chunkc.mixed_attention.default
         return lambda: operator(*arguments)
 

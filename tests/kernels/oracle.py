@@ -20,6 +20,7 @@ def attend(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of one request, head by head: q ``[n, Hq, Dk]``, k and v ``[kv_len, Hkv, D]``; query
     ``i`` stands at position ``first + i``. float64 ``[n, Hq, Dv]``."""
@@ -39,6 +40,9 @@ def attend(
         scores = q[:, h].double() @ k[:, h // group].double().T * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
+        if alibi_slopes is not None:
+            distances = torch.tensor([[j - i for j in range(k.shape[0])] for i in range(first, first + q.shape[0])])
+            scores = scores + float(alibi_slopes[h]) * distances.reshape(scores.shape)
         scores[~visible] = -math.inf
         if sinks is not None:
             scores = torch.cat([scores, sinks[h].double().expand(q.shape[0], 1)], 1)
@@ -62,6 +66,7 @@ def expected(case: MixedCase) -> torch.Tensor:
             chunk=case.shape.chunk,
             softcap=case.softcap,
             sinks=case.sinks,
+            alibi_slopes=case.alibi_slopes,
         )
     assert not math.isnan(float(out.sum()))
     return out

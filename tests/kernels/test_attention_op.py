@@ -16,7 +16,7 @@ from chunkc.kernels.tasks import AttentionShape
 
 from .oracle import attend
 
-NEUTRAL = {"mask": None, "sinks": None, "causal": True, "window": 0, "chunk": 0, "softcap": 0.0}
+NEUTRAL = {"mask": None, "sinks": None, "alibi_slopes": None, "causal": True, "window": 0, "chunk": 0, "softcap": 0.0}
 
 
 def qkv(heads: int = 4, kv_heads: int = 2, seq: int = 13, qk: int = 16, v: int = 24, batch: int = 2) -> tuple:
@@ -28,7 +28,8 @@ def qkv(heads: int = 4, kv_heads: int = 2, seq: int = 13, qk: int = 16, v: int =
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **changes: object) -> torch.Tensor:
     o = {**NEUTRAL, "scale": q.shape[-1] ** -0.5, **changes}
-    return ops.attention(q, k, v, o["mask"], o["sinks"], o["scale"], o["causal"], o["window"], o["chunk"], o["softcap"])
+    names = ("mask", "sinks", "alibi_slopes", "scale", "causal", "window", "chunk", "softcap")
+    return ops.attention(q, k, v, *(o[name] for name in names))
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
@@ -58,7 +59,21 @@ def test_bool_and_additive_masks_equal_sdpa() -> None:
     torch.testing.assert_close(run(q, k, v, mask=bias, causal=False), sdpa(q, k, v, attn_mask=bias))
 
 
-@pytest.mark.parametrize("features", [{"window": 4}, {"chunk": 5}, {"softcap": 3.0}, {"window": 6, "chunk": 8}])
+SLOPES = torch.tensor([0.5, 0.25, -0.125, 2.0])
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"window": 4},
+        {"chunk": 5},
+        {"softcap": 3.0},
+        {"window": 6, "chunk": 8},
+        {"alibi_slopes": SLOPES},
+        {"alibi_slopes": SLOPES, "window": 4, "softcap": 2.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_features_agree_with_the_oracle(features: dict, with_sinks: bool) -> None:
     q, k, v = qkv()
@@ -68,6 +83,13 @@ def test_features_agree_with_the_oracle(features: dict, with_sinks: bool) -> Non
         rows = [x[b].transpose(0, 1) for x in (q, k, v)]
         want = attend(*rows, 0, scale=0.25, sinks=sinks, **features)
         torch.testing.assert_close(got[b].double(), want, **tolerance(torch.float32))
+
+
+def test_alibi_equals_an_additive_mask() -> None:
+    """Up to what is the same for all keys of a query, so ``slope * key`` is ALiBi too."""
+    q, k, v = qkv()
+    bias = SLOPES[:, None, None] * torch.arange(13)
+    torch.testing.assert_close(run(q, k, v, alibi_slopes=SLOPES), run(q, k, v, mask=bias))
 
 
 def test_query_that_sees_nothing_gets_zeros() -> None:
@@ -89,13 +111,13 @@ def test_half_precision_rounds_only_the_result(dtype: torch.dtype) -> None:
 def test_opcheck_attention() -> None:
     q, k, v = qkv()
     sinks, mask = torch.randn(4), torch.ones(13, 13, dtype=torch.bool).tril()
-    torch.library.opcheck(ops.attention, (q, k, v, mask, sinks, 0.25, True, 4, 0, 5.0))
+    torch.library.opcheck(ops.attention, (q, k, v, mask, sinks, torch.rand(4), 0.25, True, 4, 0, 5.0))
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_opcheck_mixed_attention(sinks: bool) -> None:
     assert cpu_backend.load()
-    case = make_case([4, 1], [50, 70], AttentionShape(4, 2, 16, 24, window=30), sinks=sinks)
+    case = make_case([4, 1], [50, 70], AttentionShape(4, 2, 16, 24, window=30), sinks=sinks, alibi=sinks)
     args = case.arguments(case.plan(kv_split=16))
     # The checks compare tensors before and after, which NaN would break.
     args = tuple(a.nan_to_num() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
@@ -131,6 +153,7 @@ class TwoLayers(torch.nn.Module):
                 pages[2 * layer],
                 pages[2 * layer + 1],
                 *batch,
+                None,
                 None,
                 s.qk_dim**-0.5,
                 0,

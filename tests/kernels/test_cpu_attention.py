@@ -35,7 +35,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for qk_dim, v_dim in ((16, 16), (24, 40), (33, 17), (64, 64), (80, 96), (192, 128)):
         for group in (1, 3, 5, 12):
             shape = AttentionShape(2 * group, 2, qk_dim, v_dim, window=50 if group == 3 else 0)
-            case = make_case([1, 30, 3], [150, 100, 70], shape, dtype=dtype, sinks=True, softcap=4.0 * (group == 5))
+            features = {"sinks": True, "softcap": 4.0 * (group == 5), "alibi": group > 3}
+            case = make_case([1, 30, 3], [150, 100, 70], shape, dtype=dtype, **features)
             table = case.plan(kv_split=64)
             want = reference.mixed_attention(*case.arguments(table))
             torch.testing.assert_close(case.run(table), want, **tolerance(dtype))

@@ -59,6 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[MixedCase, dict]:
         page_size=draw(st.sampled_from([1, 2, 16, 48, 128])),
         dtype=draw(st.sampled_from(DTYPES)),
         sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 30.0])),
         score_std=draw(st.sampled_from([1.0, 8.0])),
         padding=draw(st.integers(0, 2)) if sum(q_lens) else draw(st.integers(1, 2)),
@@ -129,6 +130,34 @@ def test_scores_far_below_zero_and_sinks_above_them(body: Callable) -> None:
     assert case.sinks is not None
     for shift in (-200.0, 0.0, 200.0):
         check(body, dataclasses.replace(case, sinks=case.sinks + shift), kv_split=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [{}, {"sinks": True, "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("shape", [(6, 2, 0, 0), (5, 5, 33, 0), (12, 1, 0, 40)], ids=str)
+@pytest.mark.parametrize("kv_split", [None, 16])
+def test_alibi(body: Callable, shape: tuple, features: dict, dtype: torch.dtype, kv_split: int | None) -> None:
+    """Few rows and many, and a block of rows whose heads have slopes of their own."""
+    heads, kv_heads, window, chunk = shape
+    shape = AttentionShape(heads, kv_heads, 32, 24, window=window, chunk=chunk)
+    case = make_case([1, 2, 30, 1], [150, 70, 90, 1], shape, dtype=dtype, alibi=True, **features)
+    out = check(body, case, kv_split=kv_split)
+    plain = body(*dataclasses.replace(case, alibi_slopes=None).arguments(case.plan(kv_split=kv_split)))
+    assert not torch.allclose(out, plain, atol=0.05)
+
+
+def test_alibi_without_slope_changes_nothing(body: Callable) -> None:
+    case = make_case([1, 30], [150, 90], AttentionShape(6, 2, 32, 32), softcap=3.0)
+    flat = dataclasses.replace(case, alibi_slopes=torch.zeros(6))
+    torch.testing.assert_close(check(body, flat), check(body, case), rtol=1e-6, atol=1e-6)
+
+
+def test_alibi_far_out(body: Callable) -> None:
+    """A steep slope leaves the nearest key alone in both directions; a key that is not seen weighs nothing."""
+    case = make_case([1, 40], [3000, 40], AttentionShape(2, 1, 16, 16), page_size=64)
+    steep = dataclasses.replace(case, alibi_slopes=torch.tensor([1e4, -1e4]))
+    out = check(body, steep, kv_split=512)
+    torch.testing.assert_close(out[0], torch.cat([case.values[0][-1], case.values[0][0]]), rtol=1e-5, atol=1e-5)
 
 
 def test_requests_without_rows_and_rows_without_request(body: Callable) -> None:
@@ -339,6 +368,7 @@ def test_cpp_refuses_what_it_cannot_do_and_writes_nowhere_else() -> None:
         (8, case.metadata.slot_mapping + 10**6, IndexError, "slot"),
         (9, table.tasks + 1, IndexError, "task"),
         (11, torch.zeros(3), ValueError, "sink"),
+        (12, torch.zeros(3), ValueError, "slope"),
     ):
         with pytest.raises(error, match=match):
             ops.mixed_attention(*with_argument(index, value))

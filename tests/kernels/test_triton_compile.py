@@ -64,6 +64,8 @@ def test_every_variant(device: str, variant: str, dims: tuple[int, int]) -> None
     [
         {"window": 128, "softcap": 30.0, "sinks": True, "group": 5},
         {"chunk": 8192, "page_size": 1},
+        {"alibi": True},
+        {"alibi": True, "window": 128, "softcap": 30.0, "sinks": True, "qk_dim": 128, "v_dim": 128},
         {"qk_dim": 80, "v_dim": 80, "page_size": 48},
         {"qk_dim": 192, "v_dim": 128, "group": 1},
         {"qk_dim": 24, "v_dim": 16, "dtype": torch.float16},

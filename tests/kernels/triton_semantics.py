@@ -92,6 +92,7 @@ def cases(draw: st.DrawFn) -> tuple[MixedCase, dict]:
         page_size=draw(st.sampled_from([1, 2, 16, 48, 512])),
         dtype=draw(st.sampled_from(DTYPES)),
         sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 30.0])),
         score_std=draw(st.sampled_from([1.0, 8.0])),
         padding=draw(st.integers(0, 2)) if sum(q_lens) else draw(st.integers(1, 2)),
@@ -151,6 +152,15 @@ def test_sinks_far_from_the_scores(shift: float) -> None:
     case = make_case([5, 1], [40, 70], AttentionShape(4, 2, 16, 16), sinks=True)
     assert case.sinks is not None
     check(dataclasses.replace(case, sinks=case.sinks + shift), kv_split=16)
+
+
+@pytest.mark.parametrize(("dtype", "features"), [(torch.float32, {"sinks": True}), (torch.bfloat16, {"softcap": 3.0})])
+@pytest.mark.parametrize("window", [0, 33])
+def test_alibi(dtype: torch.dtype, features: dict, window: int) -> None:
+    case = make_case([1, 9], [90, 40], AttentionShape(6, 2, 16, 16, window=window), dtype=dtype, alibi=True, **features)
+    out = check(case, kv_split=32)
+    plain = dataclasses.replace(case, alibi_slopes=None)
+    assert not torch.allclose(out, triton_attention.mixed_attention(*plain.arguments(plain.plan())), atol=0.05)
 
 
 def test_requests_without_rows_and_rows_without_request() -> None:
@@ -340,7 +350,7 @@ def test_a_compiled_graph_calls_it_and_it_writes_the_pages() -> None:
 
 def test_the_check_for_a_gpu_finds_nothing_here_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """``gpu_check`` itself, on small cases; its own exact results against those of the tests."""
-    cpu, options = torch.device("cpu"), {"dtype": torch.bfloat16, "sinks": True, "softcap": 3.0}
+    cpu, options = torch.device("cpu"), {"dtype": torch.bfloat16, "sinks": True, "softcap": 3.0, "alibi": True}
     shape = AttentionShape(4, 2, 16, 24, window=9, chunk=16)
     torch.testing.assert_close(*(f(make_case([3, 1], [20, 40], shape, **options)) for f in (gpu_check.dense, expected)))
     check = gpu_check.Check("small", (3, 1), (20, 40), shape, options, {"kv_split": 16})
@@ -368,10 +378,11 @@ def test_the_check_for_a_gpu_finds_nothing_here_and_finds_what_is_wrong(monkeypa
         (5, torch.Tensor.long, TypeError, "q_offsets"),
         (9, lambda tasks: tasks[:, :7], ValueError, "tasks"),
         (11, lambda sinks: sinks[:3], ValueError, "sink"),
+        (12, lambda slopes: slopes[:3], ValueError, "slope"),
     ],
 )
 def test_what_does_not_fit_is_refused(index: int, change, error: type, match: str) -> None:
-    case = make_case([4, 1], [50, 70], AttentionShape(4, 2, 32, 32), sinks=True)
+    case = make_case([4, 1], [50, 70], AttentionShape(4, 2, 32, 32), sinks=True, alibi=True)
     args = list(case.arguments(case.plan()))
     args[index] = change(args[index])
     with pytest.raises(error, match=match):
