@@ -74,7 +74,8 @@ def mixed_attention(
     num_tasks, num_merges = tasks.shape[0], merges.shape[0]
     device = device_of(q.device)
     variant = variant or choose_variant(num_tokens, kv_lens.shape[0], num_merges)
-    tiles = choose_tiles(variant, qk_dim, v_dim, q.element_size(), group, device)
+    has_alibi = alibi_slopes is not None
+    tiles = choose_tiles(variant, qk_dim, v_dim, q.element_size(), group, device, alibi=has_alibi)
 
     out = q.new_empty(num_tokens, num_q_heads, v_dim)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
@@ -100,7 +101,7 @@ def mixed_attention(
         scale, softcap, window, chunk, num_tasks, scratch_rows,
         **attend_constants(
             tiles, group, page_size, qk_dim, v_dim, window, chunk, softcap,
-            has_sinks=sinks is not None, has_alibi=alibi_slopes is not None, kv_alike=kv_alike,
+            has_sinks=sinks is not None, has_alibi=has_alibi, kv_alike=kv_alike,
         ),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

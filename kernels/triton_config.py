@@ -104,7 +104,9 @@ def choose_variant(num_tokens: int, num_requests: int, num_merges: int) -> str:
     return "prefill" if num_merges == 0 and num_tokens >= 64 * num_requests else "mixed"
 
 
-def choose_tiles(variant: str, qk_dim: int, v_dim: int, itemsize: int, group: int, device: Device) -> Tiles:
+def choose_tiles(
+    variant: str, qk_dim: int, v_dim: int, itemsize: int, group: int, device: Device, *, alibi: bool = False
+) -> Tiles:
     """Tiles of a variant.
 
     Args:
@@ -113,6 +115,7 @@ def choose_tiles(variant: str, qk_dim: int, v_dim: int, itemsize: int, group: in
         itemsize: bytes of an element of q, k and v.
         group: query heads per key/value head.
         device: what it runs on.
+        alibi: with a bias by distance, which takes registers of its own.
     """
     qk, vd = dim_blocks(qk_dim).total, dim_blocks(v_dim).total
     width = max(qk, vd) * itemsize  # bytes of a row
@@ -129,6 +132,8 @@ def choose_tiles(variant: str, qk_dim: int, v_dim: int, itemsize: int, group: in
         large_m, keys, warps, stages = 64, (64 if width <= 128 and not device.is_hip else 32), 4, 3
         if width > (256 if device.has_wgmma else 128):
             warps = 8
+    if alibi and variant == ("mixed" if device.is_hip else "prefill") and 128 < width <= 256:
+        keys //= 2  # these have no register to spare
     if device.is_hip:
         stages = min(stages, 2)
 

@@ -99,7 +99,7 @@ def compile_variant(
         RuntimeError: the variant takes more shared memory than the device has.
     """
     device = DEVICES[device_name]
-    tiles = tiles or choose_tiles(variant, qk_dim, v_dim, dtype.itemsize, group, device)
+    tiles = tiles or choose_tiles(variant, qk_dim, v_dim, dtype.itemsize, group, device, alibi=alibi)
     features = {"has_sinks": sinks, "has_alibi": alibi, "kv_alike": qk_dim == v_dim}
     constants = attend_constants(tiles, group, page_size, qk_dim, v_dim, window, chunk, softcap, **features)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}

@@ -59,6 +59,14 @@ def test_every_variant(device: str, variant: str, dims: tuple[int, int]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_alibi_does_not_spill(device: str, variant: str, dim: int) -> None:
+    check(compile_variant(device, variant, dim, dim, alibi=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options",
     [
