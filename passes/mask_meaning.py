@@ -12,34 +12,25 @@ the mask is evaluated whole up to ``FULL_LIMIT`` and its meaning counts as prove
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
-from chunkc.passes.fx_tools import aten, attribute, is_call, refuse, symbol_of, value
-from chunkc.passes.mask_sampling import (
-    SHAPE_ONLY,
-    ancestors,
-    first_hidden,
-    is_token_range,
-    positions_around,
-    whole_nodes,
-)
-from chunkc.passes.size_arguments import sizes_as_numbers
+from chunkc.passes.fx_tools import refuse
+from chunkc.passes.mask_evaluation import EVALUATION_ERRORS, Evaluation
+from chunkc.passes.mask_sampling import first_hidden, positions_around
 
 #: longest sequence whose mask is evaluated entry by entry (16.8 M entries)
 FULL_LIMIT = 4096
 #: lengths always evaluated whole
-_SHORT_LENGTHS = (1, 2, 37, 133)
+SHORT_LENGTHS = (1, 2, 37, 133)
 #: an additive mask forbids with values at or below this; float16's lowest number is -65504
-_FORBIDDEN = -1e4
+FORBIDDEN = -1e4
 #: taken as the longest sequence of a model that does not name one
-_DEFAULT_LONGEST = 131072
-#: what running a mask's code raises where it does not fit the length
-_EVALUATION_ERRORS = (RuntimeError, IndexError, ValueError)
+DEFAULT_LONGEST = 131072
 
 
 @dataclass(frozen=True)
@@ -50,11 +41,13 @@ class MaskMeaning:
         window: sliding window in tokens, 0 for none.
         chunk: chunk size in tokens, 0 for none.
         proven_length: longest sequence for which this is proven, in tokens; None for the model's longest.
+        weakest: the largest of the numbers by which an additive mask forbids; -inf for a bool mask.
     """
 
     window: int = 0
     chunk: int = 0
     proven_length: int | None = None
+    weakest: float = field(default=-math.inf, compare=False)
 
     def allowed(self, positions: torch.Tensor) -> torch.Tensor:
         """The mask of this meaning at ``positions`` int64 [n]: bool [n, n], True where query i sees key j."""
@@ -87,29 +80,30 @@ def prove_mask(
         UnsupportedModelError: the mask depends on the tokens, differs between heads, biases scores, is not causal,
             or is none of the three kinds.
     """
-    return _Prover(graph_module, mask, longest or _DEFAULT_LONGEST, sorted(set(hints)), true_means_masked).prove()
+    return _Prover(graph_module, mask, longest or DEFAULT_LONGEST, sorted(set(hints)), true_means_masked).prove()
 
 
 class _Prover:
     def __init__(
         self, graph_module: fx.GraphModule, mask: fx.Node, longest: int, hints: list[int], inverted: bool
     ) -> None:
-        self.graph_module = graph_module
         self.mask = mask
         self.longest = longest
         self.hints = [hint for hint in hints if 1 < hint < longest]
         self.inverted = inverted
-        self.program = ancestors(mask)
-        self.whole = whole_nodes(self.program)
-        self._check_inputs()
+        self.evaluation = Evaluation(graph_module, mask, "an attention mask")
+        self.weakest = -math.inf
 
     def prove(self) -> MaskMeaning:
-        by_samples = self.longest > _SHORT_LENGTHS[-1] and self.whole is not None
+        return replace(self._prove(), weakest=self.weakest)
+
+    def _prove(self) -> MaskMeaning:
+        by_samples = self.longest > SHORT_LENGTHS[-1] and self.evaluation.can_sample
         if by_samples:
-            short = self._prove_whole(_SHORT_LENGTHS[-1])
+            short = self._prove_whole(SHORT_LENGTHS[-1])
             try:
                 return self._prove_by_samples(replace(short, proven_length=None))
-            except _EVALUATION_ERRORS:
+            except EVALUATION_ERRORS:
                 pass  # a table of the model's ends somewhere; see how far it goes
         return self._prove_whole(FULL_LIMIT)
 
@@ -119,11 +113,11 @@ class _Prover:
         for length in self._lengths(limit):
             try:
                 allowed = self._evaluate(length)
-            except _EVALUATION_ERRORS as error:
+            except EVALUATION_ERRORS as error:
                 if not shown:
                     reason = str(error).strip().partition("\n")[0] or type(error).__name__
                     raise refuse(self.mask, f"an attention mask could not be evaluated ({reason})") from error
-                shown = self._last_that_runs(shown, length)
+                shown = self.evaluation.last_that_runs(shown, length)
                 found = self._agree(found, self._evaluate(shown), torch.arange(shown))
                 break
             found, shown = self._agree(found, allowed, torch.arange(length)), length
@@ -133,17 +127,7 @@ class _Prover:
         """Lengths to evaluate whole, in order; the last is the longest sequence or the limit."""
         last = min(self.longest, limit)
         doubled = (256 << i for i in range(12))
-        return sorted({last, *(length for length in (*_SHORT_LENGTHS, *doubled) if length < last)})
-
-    def _last_that_runs(self, runs: int, fails: int) -> int:
-        while fails - runs > 1:
-            middle = (runs + fails) // 2
-            try:
-                self._evaluate(middle)
-                runs = middle
-            except _EVALUATION_ERRORS:
-                fails = middle
-        return runs
+        return sorted({last, *(length for length in (*SHORT_LENGTHS, *doubled) if length < last)})
 
     def _prove_by_samples(self, found: MaskMeaning) -> MaskMeaning:
         last = self.longest - 1
@@ -187,23 +171,10 @@ class _Prover:
         size = int(positions[hidden[0, 0]])
         return [MaskMeaning(window=size), MaskMeaning(chunk=size)]
 
-    def _check_inputs(self) -> None:
-        for node in self.program:
-            if node.op == "placeholder" and node.target == "input_ids":
-                users = [user for user in node.users if user in self.program]
-                reading = [user for user in users if not is_call(user, aten.sym_size, *SHAPE_ONLY)]
-                if reading:
-                    raise refuse(reading[0], "an attention mask depends on which tokens the prompt holds")
-            if sizes_as_numbers(node):
-                raise refuse(node, "an attention mask depends on how long the sequence is")
-
     def _evaluate(self, length: int, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The mask for one sequence of ``length`` tokens, or its entries at ``positions``: bool [n, n]."""
         rows = length if positions is None else len(positions)
-        values: dict[fx.Node, Any] = {}
-        for node in self.program:
-            values[node] = self._run(node, values, length, rows, positions)
-        result = values[self.mask]
+        result = self.evaluation(length, positions)
         if result.dim() < 2:
             raise refuse(self.mask, "an attention mask has fewer than two dimensions")
         once = [slice(1) if result.stride(dim) == 0 else slice(None) for dim in range(result.dim() - 2)]
@@ -213,41 +184,20 @@ class _Prover:
             raise refuse(
                 self.mask,
                 "an attention mask differs between heads",
-                "Position biases per head (ALiBi and the like) are not supported yet.",
+                "Of what differs between heads, only ALiBi is supported, added to a mask that they share.",
             )
         return self._as_allowed(result[0])
 
     def _as_allowed(self, mask: torch.Tensor) -> torch.Tensor:
         if mask.dtype == torch.bool:
             return ~mask if self.inverted else mask
-        allowed = mask == 0
-        if not bool((allowed | (mask <= _FORBIDDEN)).all()):
+        allowed, forbidden = mask == 0, mask <= FORBIDDEN
+        if not bool((allowed | forbidden).all()):
             raise refuse(
                 self.mask,
                 "an attention mask adds a bias to the scores instead of only allowing or forbidding",
-                "Position biases (ALiBi and the like) are not supported yet.",
+                "Of position biases, only ALiBi is supported, added to a mask.",
             )
+        if bool(forbidden.any()):
+            self.weakest = max(self.weakest, float(mask[forbidden].max()))
         return allowed
-
-    def _run(
-        self,
-        node: fx.Node,
-        values: dict[fx.Node, Any],
-        length: int,
-        rows: int,
-        positions: torch.Tensor | None,
-    ) -> Any:
-        if node.op == "placeholder":
-            if node.target == "input_ids":  # only asked for their shape
-                return torch.zeros(1, rows, dtype=torch.int64)
-            sampled = positions is not None and not self.whole
-            return (positions if sampled else torch.arange(length))[None]
-        if node.op == "get_attr":
-            return attribute(self.graph_module, node.target)
-        if is_call(node, aten.sym_size):
-            return rows if symbol_of(value(node)) is not None else value(node)
-        if positions is not None and is_token_range(node):
-            return positions
-        args = fx.node.map_arg(node.args, lambda n: values[n])
-        kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
-        return node.target(*args, **kwargs)

@@ -75,7 +75,7 @@ def _index_based(node: fx.Node) -> bool:
     if is_call(node, aten.arange):
         return is_token_range(node) or symbol_of(value(node).shape[0]) is None
     if is_call(node, aten.index):
-        return _dynamic_dims(node.args[0]) == 0  # a table, looked up anew at every place
+        return dynamic_dims(node.args[0]) == 0  # a table, looked up anew at every place
     if is_call(node, aten.select, aten.slice):  # across the sequence: one row of a batch, some of the heads
         dim = node.args[1] if len(node.args) > 1 else 0
         return symbol_of(value(node.args[0]).shape[dim]) is None
@@ -105,7 +105,7 @@ def whole_nodes(program: list[fx.Node]) -> set[fx.Node] | None:
     for node in program:
         tensors = [other for other in node.all_input_nodes if not is_size(other)]
         if node in running:
-            if _dynamic_dims(node) > 1 or len(tensors) != len(node.all_input_nodes):
+            if dynamic_dims(node) > 1 or len(tensors) != len(node.all_input_nodes):
                 return None
         elif is_size(node):
             continue
@@ -119,10 +119,11 @@ def whole_nodes(program: list[fx.Node]) -> set[fx.Node] | None:
 
 def _constant(node: fx.Node) -> bool:
     """Whether a node computes the same whatever the sequence is."""
-    return not any(other.op == "placeholder" or is_size(other) or _dynamic_dims(other) for other in ancestors(node))
+    return not any(other.op == "placeholder" or is_size(other) or dynamic_dims(other) for other in ancestors(node))
 
 
-def _dynamic_dims(node: fx.Node) -> int:
+def dynamic_dims(node: fx.Node) -> int:
+    """How many dimensions of what a node computes depend on the number of tokens."""
     tensor = value(node)
     return sum(symbol_of(size) is not None for size in tensor.shape) if isinstance(tensor, torch.Tensor) else 0
 
