@@ -218,7 +218,7 @@ def _attention_function(
                 f"attention takes a tensor argument {name!r} that chunkc does not know",
                 op="attention",
                 module=type(module).__name__,
-                hint="Additive position biases are not supported yet.",
+                hint="Of position biases, only ALiBi is supported, added to the mask.",
             )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -233,6 +233,7 @@ def _attention_function(
         value,
         attention_mask,
         s_aux if s_aux is not None else sinks,
+        None,  # ALiBi is in the mask, from which a pass reads it
         float(scaling),
         causal,
         0,

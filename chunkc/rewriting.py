@@ -82,7 +82,12 @@ def rewrite(
             captured = capture(model, route)
             seconds = time.perf_counter() - start
             config = getattr(model, "config", None)
-            context = PassContext(config=config, max_positions=max_positions_of(config), deferred=deferred)
+            context = PassContext(
+                config=config,
+                route=route,
+                max_positions=max_positions_of(config),
+                deferred=deferred,
+            )
             watchers = [*callbacks, DumpGraphs(dump)] if dump is not None else list(callbacks)
             with compat.one_graph_for_every_size():
                 records = pipeline.run(captured.graph_module, context, stop_after=stop_after, callbacks=watchers)

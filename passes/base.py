@@ -57,6 +57,7 @@ class PassContext:
 
     Attributes:
         config: the model's configuration object, or None for a module without one. Read only.
+        route: how the model was captured, one of ``chunkc.capture.ROUTES``, or None where that is not known.
         max_positions: longest sequence the model is defined for, in tokens, or None where it does not say.
         proven_length: longest sequence up to which the meaning of every mask is proven, or None for no limit.
         attention_layers: one entry per attention call, in graph order; page_attention fills it.
@@ -69,6 +70,7 @@ class PassContext:
     """
 
     config: Any = None
+    route: str | None = None
     max_positions: int | None = None
     proven_length: int | None = None
     attention_layers: list[Any] = field(default_factory=list)

@@ -12,10 +12,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.passes.fx_tools import aten, attribute, is_call, refuse, symbol_of, value
+from chunkc.passes.additive_terms import MaskTerm, number_of
+from chunkc.passes.fx_tools import aten, is_call, refuse, same_size, symbol_of, value
 
 _MATMUL = (aten.matmul, aten.bmm)
+_SCORES = (*_MATMUL, aten.baddbmm)
+#: why what is scaled together with the scores must not forbid: its numbers are no longer large
+SCALED_AFTER_MASK = "attention scores are scaled after the mask"
 _CASTS = (aten._to_copy, aten.type_as, aten.clone)
+
+
+@dataclass(frozen=True)
+class Added:
+    """A mask or a bias.
+
+    Attributes:
+        node: numbers that broadcast to [1, H, S, S].
+        factor: they are multiplied with it on the way to the scores.
+        scaled_by: the step that does so last, where they are subtracted or scaled together with the scores.
+    """
+
+    node: fx.Node
+    factor: float = 1.0
+    scaled_by: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,8 @@ class EagerAttention:
         query: [1, H, S, Dk] or [H, S, Dk].
         key_transposed: [1, H, Dk, S] or [H, Dk, S].
         value: [1, H, S, Dv] or [H, S, Dv].
-        masks: mask nodes, each with whether True means masked.
+        masks: what scores are replaced by where.
+        added: what is added to scores.
         scale, softcap: as in ``chunkc::attention``.
     """
 
@@ -35,7 +55,8 @@ class EagerAttention:
     query: fx.Node
     key_transposed: fx.Node
     value: fx.Node
-    masks: tuple[tuple[fx.Node, bool], ...]
+    masks: tuple[MaskTerm, ...]
+    added: tuple[Added, ...]
     scale: float
     softcap: float
 
@@ -47,7 +68,8 @@ class _Scores:
     scale: float = 1.0
     softcap: float = 0.0
     capped: bool = False  # tanh was seen, the factor after it is the cap
-    masks: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    masks: list[MaskTerm] = field(default_factory=list)
+    added: list[Added] = field(default_factory=list)
 
 
 def match_eager(graph_module: fx.GraphModule, softmax: fx.Node) -> EagerAttention | None:
@@ -61,11 +83,6 @@ def match_eager(graph_module: fx.GraphModule, softmax: fx.Node) -> EagerAttentio
         return None
     path, product = _path_to_product(softmax)
     if product is None:
-        if _starts_from_a_bias(softmax.args[0]):
-            raise refuse(
-                softmax,
-                "attention scores start from a bias: position biases (ALiBi and the like) are not supported yet",
-            )
         raise refuse(
             softmax,
             "a softmax over the sequence whose scores are not a product of query and key "
@@ -75,27 +92,29 @@ def match_eager(graph_module: fx.GraphModule, softmax: fx.Node) -> EagerAttentio
     if axis not in (-1, value(softmax).dim() - 1):
         raise refuse(softmax, "an attention softmax that does not run over the keys")
     scores = _Scores()
+    query, key_transposed = product.args[0], product.args[1]
+    if is_call(product, aten.baddbmm):
+        query, key_transposed = product.args[1], product.args[2]
+        scores.scale = float(product.kwargs.get("alpha", 1))
+        beta = float(product.kwargs.get("beta", 1))
+        if scores.scale <= 0:
+            raise refuse(product, "attention scores are multiplied by something other than a positive number")
+        if beta:  # with 0 the first argument is memory that nobody reads
+            scores.added.append(Added(product.args[0], beta, product))
     for node, through in reversed(path):
         _read(graph_module, scores, node, through)
     if scores.capped and not scores.softcap:
         raise refuse(softmax, "attention scores go through tanh without the softcap's factor after it")
-    query, key_transposed = product.args[0], product.args[1]
     return EagerAttention(
         output=output,
         query=query,
         key_transposed=key_transposed,
         value=output.args[1],
         masks=tuple(scores.masks),
+        added=tuple(scores.added),
         scale=scores.scale,
         softcap=scores.softcap,
     )
-
-
-def _starts_from_a_bias(node: Any, depth: int = 8) -> bool:
-    """Whether the scores are made by ``baddbmm(bias, q, k)``."""
-    if not isinstance(node, fx.Node) or not depth:
-        return False
-    return is_call(node, aten.baddbmm) or any(_starts_from_a_bias(n, depth - 1) for n in node.all_input_nodes)
 
 
 def _product_with_values(softmax: fx.Node) -> fx.Node | None:
@@ -119,7 +138,7 @@ def _path_to_product(softmax: fx.Node) -> tuple[list[tuple[fx.Node, int]], fx.No
     path: list[tuple[fx.Node, int]] = []
     node = softmax.args[0]
     while True:
-        if is_call(node, *_MATMUL):
+        if is_call(node, *_SCORES):
             return path, node
         through = _carrier(node)
         if through is None:
@@ -136,6 +155,8 @@ def _carrier(node: Any) -> int | None:
         return 0
     if is_call(node, aten.mul, aten.div):
         return 1 if not _leads_to_product(node.args[0]) and not is_call(node, aten.div) else 0
+    if is_call(node, aten.sub):
+        return 0
     if is_call(node, aten.add):
         return 0 if _leads_to_product(node.args[0]) else 1
     if is_call(node, aten.where):
@@ -145,9 +166,9 @@ def _carrier(node: Any) -> int | None:
 
 def _leads_to_product(node: Any, depth: int = 12) -> bool:
     while isinstance(node, fx.Node) and depth:
-        if is_call(node, *_MATMUL):
+        if is_call(node, *_SCORES):
             return True
-        known = (*_CASTS, aten.expand, aten.reshape, aten.tanh, aten.masked_fill, aten.mul, aten.div)
+        known = (*_CASTS, aten.expand, aten.reshape, aten.tanh, aten.masked_fill, aten.mul, aten.div, aten.sub)
         if is_call(node, *known):
             node = node.args[0]
         elif is_call(node, aten.add, aten.where):
@@ -165,23 +186,24 @@ def _read(graph_module: fx.GraphModule, scores: _Scores, node: fx.Node, through:
         return
     if is_call(node, aten.expand, aten.reshape):
         before, after = value(node.args[0]).shape[-2:], value(node).shape[-2:]
-        if [symbol_of(size) for size in before] != [symbol_of(size) for size in after]:
+        if not all(same_size(a, b) for a, b in zip(before, after, strict=True)):
             raise refuse(node, "attention scores are reshaped across the sequence")
         return
     if is_call(node, aten.tanh):
-        if scores.capped or scores.masks:
+        if scores.capped or scores.masks or scores.added:
             raise refuse(node, "attention scores go through tanh twice, or after the mask")
         scores.capped = True
         return
     if is_call(node, aten.mul, aten.div):
         if node.kwargs:
             raise refuse(node, "attention scores are rounded")
-        factor = _number(graph_module, node.args[1 - through])
+        factor = number_of(graph_module, node.args[1 - through])
         if factor is None or factor <= 0:
             raise refuse(node, "attention scores are multiplied by something other than a positive number")
-        if scores.masks:
-            raise refuse(node, "attention scores are scaled after the mask")
+        if scores.masks or (scores.capped and scores.added):
+            raise refuse(node, SCALED_AFTER_MASK)
         factor = 1.0 / factor if is_call(node, aten.div) else factor
+        scores.added = [Added(added.node, added.factor * factor, node) for added in scores.added]
         if scores.capped and not scores.softcap:
             scores.softcap = factor
             scores.scale *= factor  # tanh(scale' * qk) * cap: the kernel divides by the cap itself
@@ -190,36 +212,21 @@ def _read(graph_module: fx.GraphModule, scores: _Scores, node: fx.Node, through:
         else:
             scores.scale *= factor
         return
-    if is_call(node, aten.add):
+    if is_call(node, aten.add, aten.sub):
         other = node.args[1 - through]
         if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1 or not isinstance(other, fx.Node):
             raise refuse(node, "a number is added to attention scores")
         if value(other).dtype == torch.bool:
             raise refuse(node, "a boolean mask is added to attention scores")
-        scores.masks.append((other, False))
+        scores.added.append(Added(other, -1.0, node) if is_call(node, aten.sub) else Added(other))
         return
     if is_call(node, aten.where, aten.masked_fill):
         condition = node.args[0] if is_call(node, aten.where) else node.args[1]
         inverted = is_call(node, aten.masked_fill) or through == 2
         filler_at = 2 if is_call(node, aten.masked_fill) or through == 1 else 1
-        filler = _number(graph_module, node.args[filler_at])
+        filler = number_of(graph_module, node.args[filler_at])
         if filler is None or filler > -1e4:
             raise refuse(node, "attention scores are replaced by something other than a large negative number")
-        scores.masks.append((condition, inverted))
+        scores.masks.append(MaskTerm(condition, inverted, filler))
         return
     raise refuse(node, "a step between attention scores and softmax that is not known")
-
-
-def _number(graph_module: fx.GraphModule, argument: Any) -> float | None:
-    """The number that an argument is: a constant of the graph, or None where it is computed."""
-    if isinstance(argument, (int, float)) and not isinstance(argument, bool):
-        return float(argument)
-    if isinstance(argument, fx.Node) and argument.op == "get_attr":
-        tensor = attribute(graph_module, argument.target)
-        return float(tensor) if tensor.numel() == 1 else None
-    if is_call(argument, aten.full, aten.scalar_tensor) and value(argument).numel() == 1:
-        number = argument.args[1 if is_call(argument, aten.full) else 0]
-        return float(number) if isinstance(number, (int, float)) else None
-    if is_call(argument, aten._to_copy, aten.lift_fresh_copy):
-        return _number(graph_module, argument.args[0])
-    return None

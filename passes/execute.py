@@ -75,7 +75,7 @@ def _task_tables(graph: fx.Graph, values: dict[str, Any], page_size: int) -> dic
     for node in graph.nodes:
         if is_call(node, torch.ops.chunkc.mixed_attention) and node.args[9].target not in tables:
             q, k, v = (value(tensor) for tensor in node.args[:3])
-            window, chunk = node.args[13:15]
+            window, chunk = node.args[14:16]
             shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], window=window, chunk=chunk)
             plan = plan_tasks(values["q_offsets"], values["kv_lens"], shape, page_size=page_size, units=2)
             tables[node.args[9].target], tables[node.args[10].target] = plan.tasks, plan.merges

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv
 
 import chunkc.kernels.ops  # noqa: F401  (registers chunkc::attention, which passes name)
 from chunkc.errors import UnsupportedModelError
@@ -188,6 +190,30 @@ def propagate(graph_module: fx.GraphModule) -> None:
 def symbol_of(size: int | torch.SymInt) -> Any:
     """The sympy expression of a dynamic size, or None where it is a plain number."""
     return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for every number of tokens, as expressions: ``S * S // S`` is S."""
+    return bool(_without_floors(a) == _without_floors(b))
+
+
+def _without_floors(size: int | torch.SymInt) -> Any:
+    """The size as an expression; a division that leaves no rest is one of polynomials."""
+    expression = symbol_of(size)
+    if expression is None:
+        return sympy.Integer(size)
+
+    def divided(base: Any, divisor: Any) -> Any:
+        quotient = sympy.cancel(base / divisor)
+        symbols = sorted(quotient.free_symbols, key=str)
+        exact = quotient.is_Integer or (
+            bool(symbols)
+            and quotient.is_polynomial(*symbols)
+            and all(c.is_Integer for c in sympy.Poly(quotient, *symbols).coeffs())
+        )
+        return quotient if exact else FloorDiv(base, divisor)
+
+    return sympy.expand(expression.replace(FloorDiv, divided))
 
 
 def attribute(graph_module: fx.GraphModule, target: str) -> Any:

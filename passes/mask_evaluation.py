@@ -11,12 +11,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.passes.fx_tools import aten, attribute, is_call, refuse, symbol_of, value
+from chunkc.passes.fx_tools import aten, attribute, is_call, rank, refuse, symbol_of, value
 from chunkc.passes.mask_sampling import SHAPE_ONLY, ancestors, dynamic_dims, is_token_range, whole_nodes
 from chunkc.passes.size_arguments import sizes_as_numbers
 
 #: what running such code raises where it does not fit the length
 EVALUATION_ERRORS = (RuntimeError, IndexError, ValueError)
+
+
+def table_behind(node: fx.Node) -> fx.Node | None:
+    """The constant [.., 1, N] of which ``node`` is as many entries in a row as there are tokens, from anywhere on.
+
+    What is linear along the whole table is linear along any part of it, with the same slope. None where ``node`` is not
+    such a part.
+    """
+    if rank(node) < 2 or symbol_of(value(node).shape[-1]) is None:
+        return None
+    while is_call(node, aten.slice):
+        source, dim, step = node.args[0], node.args[1] if len(node.args) > 1 else 0, (*node.args[4:], 1)[0]
+        if step != 1 or (dim % rank(node) != rank(node) - 1 and value(source).shape[dim] != 1):
+            return None
+        node = source
+    is_table = dynamic_dims(node) == 0 and value(node).shape[-2] == 1
+    return node if is_table and not any(other.op == "placeholder" for other in ancestors(node)) else None
 
 
 class Evaluation:
@@ -28,7 +45,8 @@ class Evaluation:
 
     Attributes:
         can_sample: whether its entries at some positions can be had without those between.
-        is_quadratic: whether anything that leads to it has an entry for every pair of tokens.
+        is_quadratic: whether it, broadcast to [S, S], differs between queries, or anything that leads to it has an
+            entry for every pair of tokens.
 
     Raises:
         UnsupportedModelError: it depends on which tokens there are, or computes with their number.
@@ -40,7 +58,8 @@ class Evaluation:
         self.program = ancestors(node)
         self._whole = whole_nodes(self.program)
         self.can_sample = self._whole is not None
-        self.is_quadratic = any(dynamic_dims(other) > 1 for other in self.program)
+        by_query = rank(node) > 1 and symbol_of(value(node).shape[-2]) is not None
+        self.is_quadratic = by_query or any(dynamic_dims(other) > 1 for other in self.program)
         self._check_inputs(what)
 
     def __call__(self, length: int, positions: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,13 +6,13 @@ share one task table, planned once a step.
 
 before::
 
-    %att = chunkc.attention(%q, %k, %v, None, None, 0.125, True, 0, 0, 0.0)      # [1, T, Hq, D] from [1, H, T, D]
+    %att = chunkc.attention(%q, %k, %v, None, None, None, 0.125, True, 0, 0, 0.0)   # [1, T, Hq, D] from [1, H, T, D]
 
 after::
 
     %q1  = aten.reshape(aten.permute(%q, [0, 2, 1, 3]), [T, Hq, D])              # the same for k, v
     %mix = chunkc.mixed_attention(%q1, %k1, %v1, %k_pages_0, %v_pages_0, %q_offsets, %kv_lens, %page_table,
-                                  %slot_mapping, %tasks_0, %merges_0, None, 0.125, 0, 0, 0.0)     # [T, Hq, D]
+                                  %slot_mapping, %tasks_0, %merges_0, None, None, 0.125, 0, 0, 0.0)     # [T, Hq, D]
     %att = aten.unsqueeze(%mix, 0)
 """
 
@@ -90,7 +90,7 @@ class PageAttention(GraphPass):
 
 def _shape_of(node: fx.Node) -> AttentionShape:
     q, k, v = (value(tensor).shape for tensor in node.args[:3])
-    window, chunk = node.args[7:9]
+    window, chunk = node.args[8:10]
     return AttentionShape(q[1], k[1], q[3], v[3], window=window, chunk=chunk)
 
 
@@ -132,14 +132,14 @@ def _replace(
     merges: fx.Node,
     shape: AttentionShape,
 ) -> None:
-    sinks, scale, softcap = node.args[4], node.args[5], node.args[9]
+    sinks, alibi_slopes, scale, softcap = *node.args[4:7], node.args[10]
     with graph.inserting_before(node):
         rows = [_token_rows(graph, tensor, node) for tensor in node.args[:3]]
         mixed = call(
             graph,
             torch.ops.chunkc.mixed_attention.default,
             *(*rows, *pages, *metadata, tasks, merges),
-            *(sinks, scale, shape.window, shape.chunk, softcap),
+            *(sinks, alibi_slopes, scale, shape.window, shape.chunk, softcap),
             like=node,
         )
         result = call(graph, aten.unsqueeze.default, mixed, 0, like=node)

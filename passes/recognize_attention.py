@@ -2,8 +2,9 @@
 
 Takes three spellings: ``chunkc::attention`` as capture leaves it, ``scaled_dot_product_attention``, and eager
 ``softmax(q @ k.T * scale + mask) @ v``. The mask tensor is replaced by what it means (window, chunk), which is
-proven by evaluating the mask's part of the graph (``mask_meaning``). Repeated key/value heads are taken back to
-the heads that were repeated.
+proven by evaluating the mask's part of the graph (``mask_meaning``). What it adds to scores beside must be ALiBi, whose
+slopes are proven likewise (``position_bias``) and become a constant of the graph. Repeated key/value heads are taken
+back to the heads that were repeated.
 
 before::
 
@@ -14,29 +15,42 @@ before::
 
 after::
 
-    %att    = chunkc.attention(%q, %k, %v, None, None, 0.125, True, 0, 0, 0.0)            # [1, S, 8, 64]
+    %att    = chunkc.attention(%q, %k, %v, None, None, None, 0.125, True, 0, 0, 0.0)      # [1, S, 8, 64]
     %out    = aten.permute(%att, [0, 2, 1, 3])
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from chunkc.errors import UnsupportedModelError
+from chunkc.passes.additive_terms import split_terms
+from chunkc.passes.attention_meaning import CAUSAL_HINT, NOT_CAUSAL, Proofs, refuse_other_code
 from chunkc.passes.base import GraphPass, PassContext, PassReport
-from chunkc.passes.eager_attention import EagerAttention, match_eager
+from chunkc.passes.eager_attention import SCALED_AFTER_MASK, EagerAttention, match_eager
 from chunkc.passes.facts import register_fact, require
-from chunkc.passes.fx_tools import aten, call, is_call, propagate, rank, refuse, symbol_of, value
-from chunkc.passes.mask_meaning import MaskMeaning, prove_mask
+from chunkc.passes.fx_tools import (
+    aten,
+    attribute,
+    call,
+    fake_mode_of,
+    is_call,
+    propagate,
+    rank,
+    refuse,
+    symbol_of,
+    value,
+)
 from chunkc.passes.prove_token_parallel import analyse
 
-_NOT_CAUSAL = "attention without a causal mask lets tokens see later tokens"
-_CAUSAL_HINT = "Only causal attention can be served in chunks."
+#: set on a ``chunkc::attention`` that stands for attention which the model computes itself
+_OWN = "chunkc_own_attention"
+#: name of the graph's buffers that hold slopes
+_SLOPES = "alibi_slopes_"
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class RecognizeAttention(GraphPass):
     def run(self, graph_module: fx.GraphModule, context: PassContext) -> PassReport:
         """Raises UnsupportedModelError for a mask not proven causal, attention in a form not known, or no attention."""
         graph = graph_module.graph
-        proofs = _Proofs(graph_module, context)
+        proofs = Proofs(graph_module, context)
         matches = 0
         for node in list(graph.nodes):
             if is_call(node, aten.scaled_dot_product_attention):
@@ -59,12 +73,12 @@ class RecognizeAttention(GraphPass):
             elif is_call(node, aten.softmax, aten._softmax):
                 found = match_eager(graph_module, node)
                 if found is not None:
-                    _replace_eager(graph, found, proofs)
+                    _replace_eager(graph_module, found, proofs)
         graph.eliminate_dead_code()
         propagate(graph_module)
         for node in graph.nodes:
             if is_call(node, torch.ops.chunkc.attention):
-                _prove(node, proofs)
+                _prove(graph_module, node, proofs)
                 matches += 1
         graph.eliminate_dead_code()
         if not matches:
@@ -73,68 +87,44 @@ class RecognizeAttention(GraphPass):
         return PassReport(matches, notes=tuple(proofs.notes()))
 
 
-class _Proofs:
-    """Proves each mask once, however many layers share it, and keeps what was found."""
-
-    def __init__(self, graph_module: fx.GraphModule, context: PassContext) -> None:
-        self.graph_module = graph_module
-        self.context = context
-        self.found: dict[tuple[fx.Node, bool], MaskMeaning] = {}
-        self.hints = set(_sizes_in(context.config))
-
-    def __call__(self, mask: fx.Node, true_means_masked: bool = False) -> MaskMeaning:
-        key = (mask, true_means_masked)
-        if key not in self.found:
-            meaning = prove_mask(
-                self.graph_module,
-                mask,
-                longest=self.context.max_positions,
-                hints=self.hints,
-                true_means_masked=true_means_masked,
-            )
-            if meaning.proven_length is not None:
-                known = self.context.proven_length
-                self.context.proven_length = min(known or meaning.proven_length, meaning.proven_length)
-            self.found[key] = meaning
-        return self.found[key]
-
-    def notes(self) -> Iterator[str]:
-        for (mask, _), meaning in self.found.items():
-            kind = "causal"
-            if meaning.window:
-                kind += f", window {meaning.window}"
-            if meaning.chunk:
-                kind += f", chunk {meaning.chunk}"
-            far = f" (up to {meaning.proven_length} tokens)" if meaning.proven_length else ""
-            yield f"mask {mask.name} is proven {kind}{far}"
-
-
-def _sizes_in(config: Any) -> Iterator[int]:
-    """Sizes of windows and chunks that a configuration names."""
-    if config is None:
-        return
-    configs = [config]
-    text = getattr(config, "get_text_config", None)
-    if callable(text):
-        configs.append(text())
-    for each in configs:
-        for name, size in vars(each).items():
-            if isinstance(size, int) and not isinstance(size, bool) and ("window" in name or "chunk" in name):
-                yield size
-
-
-def _prove(node: fx.Node, proofs: _Proofs) -> None:
+def _prove(graph_module: fx.GraphModule, node: fx.Node, proofs: Proofs) -> None:
     """Replace the mask of a ``chunkc::attention`` by its proven meaning."""
-    q, k, v, mask, sinks, scale, causal, window, chunk, softcap = node.args
+    q, k, v, mask, sinks, slopes, scale, causal, window, chunk, softcap = node.args
     _check_shapes(node, q, k, v)
     if mask is None:
         if not causal:
-            raise refuse(node, _NOT_CAUSAL, _CAUSAL_HINT)
+            raise refuse(node, NOT_CAUSAL, CAUSAL_HINT)
         return
-    meaning = proofs(mask)
+    terms = split_terms(graph_module, mask)
+    biases = [(bias, 1.0) for bias in terms.biases]
+    meaning = proofs.meaning(node, _heads(q), value(q).dtype, terms.masks, biases)
     if (causal or window or chunk) and (meaning.window, meaning.chunk) != (window, chunk):
         raise refuse(node, "attention has a mask tensor and flags that do not say the same")
-    node.args = (q, k, v, None, sinks, scale, True, meaning.window, meaning.chunk, softcap)
+    if meaning.slopes is not None:
+        if node.meta.get(_OWN):
+            refuse_other_code(proofs.context)
+        if slopes is not None:
+            raise refuse(node, "attention has slopes and a position bias in its mask")
+        if sinks is not None and not meaning.is_zero_at_own:
+            raise refuse(node, "attention has sinks and a position bias that is not 0 at each query's own key")
+        slopes = _add_slopes(graph_module, node, meaning.slopes)
+    node.args = (q, k, v, None, sinks, slopes, scale, True, meaning.window, meaning.chunk, softcap)
+
+
+def _add_slopes(graph_module: fx.GraphModule, node: fx.Node, slopes: torch.Tensor) -> fx.Node:
+    """The slopes as a buffer of the graph, one for all attentions with the same, before ``node``."""
+    name = next(
+        name
+        for name in (f"{_SLOPES}{number}" for number in itertools.count())
+        if not hasattr(graph_module, name) or torch.equal(attribute(graph_module, name), slopes)
+    )
+    if not hasattr(graph_module, name):
+        graph_module.register_buffer(name, slopes)
+    with node.graph.inserting_before(node):
+        result = node.graph.get_attr(name)
+    with fake_mode_of(node.graph):
+        result.meta["val"] = torch.empty_like(slopes)
+    return result
 
 
 def _replace_sdpa(graph: fx.Graph, node: fx.Node) -> None:
@@ -162,17 +152,22 @@ def _replace_sdpa(graph: fx.Graph, node: fx.Node) -> None:
         )
 
 
-def _replace_eager(graph: fx.Graph, found: EagerAttention, proofs: _Proofs) -> None:
-    """Eager attention may mask in several steps; all of them must mean the same family, and are joined."""
-    meanings = [proofs(mask, inverted) for mask, inverted in found.masks]
-    if not meanings:
-        raise refuse(found.output, _NOT_CAUSAL, _CAUSAL_HINT)
-    windows = [m.window for m in meanings if m.window]
-    chunks = [m.chunk for m in meanings if m.chunk]
-    if len(set(chunks)) > 1:
-        raise refuse(found.output, "attention masks with two different chunk sizes")
+def _replace_eager(graph_module: fx.GraphModule, found: EagerAttention, proofs: Proofs) -> None:
+    """Eager attention may mask and add in several steps, which are joined."""
+    masks, biases = list(found.masks), []
+    for added in found.added:
+        terms = split_terms(graph_module, added.node)
+        if terms.masks and added.factor != 1:
+            raise refuse(added.scaled_by or added.node, SCALED_AFTER_MASK)
+        masks += terms.masks
+        biases += [(bias, added.factor) for bias in terms.biases]
+    meaning = proofs.meaning(found.output, _heads(found.query), value(found.query).dtype, masks, biases)
+    if meaning.slopes is not None:
+        refuse_other_code(proofs.context)
+    graph = graph_module.graph
     with graph.inserting_before(found.output):
         key = _transposed(graph, found.key_transposed, found.output)
+        slopes = None if meaning.slopes is None else _add_slopes(graph_module, found.output, meaning.slopes)
         _insert(
             graph,
             found.output,
@@ -180,10 +175,11 @@ def _replace_eager(graph: fx.Graph, found: EagerAttention, proofs: _Proofs) -> N
             key,
             found.value,
             mask=None,
+            slopes=slopes,
             scale=found.scale,
             causal=True,
-            window=min(windows, default=0),
-            chunk=chunks[0] if chunks else 0,
+            window=meaning.window,
+            chunk=meaning.chunk,
             softcap=found.softcap,
         )
 
@@ -206,6 +202,7 @@ def _insert(
     values: fx.Node,
     *,
     mask: fx.Node | None,
+    slopes: fx.Node | None = None,
     scale: float,
     causal: bool,
     window: int = 0,
@@ -223,9 +220,10 @@ def _insert(
     result = call(
         graph,
         torch.ops.chunkc.attention.default,
-        *(query, key, values, mask, None, float(scale), causal, window, chunk, float(softcap)),
+        *(query, key, values, mask, None, slopes, float(scale), causal, window, chunk, float(softcap)),
         like=node,
     )
+    result.meta[_OWN] = True
     result = call(graph, aten.permute.default, result, [0, 2, 1, 3], like=node)
     if flat:
         result = call(graph, aten.squeeze.dim, result, 0, like=node)
@@ -281,4 +279,4 @@ def check_attention_recognized(graph_module: fx.GraphModule, context: PassContex
     for node in graph_module.graph.nodes:
         require(not is_call(node, aten.scaled_dot_product_attention), f"{node.name} is an SDPA call")
         if is_call(node, torch.ops.chunkc.attention):
-            require(node.args[3] is None and node.args[6] is True, f"{node.name} has a mask that is not proven")
+            require(node.args[3] is None and node.args[7] is True, f"{node.name} has a mask that is not proven")

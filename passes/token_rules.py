@@ -503,14 +503,14 @@ def _as_real(node: fx.Node, at: Analysis) -> State:
 
 @token_rule(torch.ops.chunkc.attention)
 def _attention(node: fx.Node, at: Analysis) -> State:
-    q, k, v, mask, sinks = node.args[:5]
+    q, k, v, mask, *per_head = node.args[:6]
     states = [at.state(tensor) for tensor in (q, k, v)]
-    if mask is not None or not node.args[6]:
+    if mask is not None or not node.args[7]:
         raise MixesTokens("its mask is not proven causal")
     if not all(isinstance(s, Tokens) and s == states[0].plain() and s.axis == 2 for s in states):
         raise MixesTokens("the sequence of its query, key or value is not the batch's tokens in their order")
-    if not isinstance(at.state(sinks), Uniform):
-        raise MixesTokens("its sinks depend on the tokens")
+    if not all(isinstance(at.state(numbers), Uniform) for numbers in per_head):
+        raise MixesTokens("its sinks or slopes depend on the tokens")
     _in_order(states[0])
     return states[0].moved(1)
 

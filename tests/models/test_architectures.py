@@ -19,11 +19,22 @@ from chunkc.runtime.engine import Engine
 #: served op by op in the default run
 DEFAULT = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "opt", "phi", "gpt_neox", "falcon", "stablelm"),
-    *("mixtral", "deepseek_v3"),
+    *("mixtral", "deepseek_v3", "bloom"),
 )
 #: compiled by Inductor in the default run, too; llama is in test_one_graph
 COMPILED = ("mixtral",)
-ARCHITECTURES = (*DEFAULT, "gemma3_text", "gptj", "codegen", "cohere2", "olmo2", "phi3", "qwen3_moe", "gpt_oss")
+ARCHITECTURES = (
+    *DEFAULT,
+    "gemma3_text",
+    "gptj",
+    "codegen",
+    "cohere2",
+    "olmo2",
+    "phi3",
+    "qwen3_moe",
+    "gpt_oss",
+    "falcon_alibi",
+)
 
 CASES = [
     pytest.param((name, mode), id=f"{name}-{mode}", marks=() if name in default else pytest.mark.slow)

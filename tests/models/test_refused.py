@@ -60,6 +60,17 @@ class Refusal:
     slow: bool = False
 
 
+def buckets(distance: torch.Tensor) -> torch.Tensor:
+    """As T5 does: near distances one by one, farther ones by their logarithm."""
+    return torch.where(distance < 8, distance, 8 + ((distance.clamp(min=8) / 8).log() * 4).int())
+
+
+def by_key(scores: torch.Tensor) -> torch.Tensor:
+    """float32 [4, 1, S]: minus each key's position times a slope of each head."""
+    slopes = torch.tensor([1.0, 0.5, 0.3, -0.2])
+    return slopes[:, None, None] * -torch.arange(scores.shape[-1])
+
+
 ATTENTION = "model.layers.0.self_attn"
 REFUSED = {
     "a convolution over tokens": Refusal(mlp(ConvMLP), "mixes tokens", "conv1d", "model.layers.0.mlp.conv"),
@@ -88,17 +99,28 @@ REFUSED = {
         ATTENTION,
         slow=True,
     ),
-    "a bias by distance": Refusal(
-        attention(lambda size: torch.where(causal(size), distances(size) * -0.1, float("-inf"))),
-        "adds a bias to the scores",
+    "a bias by the root of the distance": Refusal(
+        attention(lambda size: torch.where(causal(size), distances(size).clamp(0).sqrt() * -0.1, float("-inf"))),
+        "not linear in the distance",
         "",
         ATTENTION,
+    ),
+    "a bias by distance, in buckets": Refusal(
+        attention(lambda size: torch.where(causal(size), buckets(distances(size)) * -0.1, float("-inf")), sdpa=True),
+        "not linear in the distance",
+        "",
+        ATTENTION,
+    ),
+    "a bias by distance without a mask": Refusal(
+        attention(lambda size: distances(size).abs() * -0.1), "without a causal mask", "matmul", ATTENTION
     ),
     "clamped scores": Refusal(
         attention(causal, steps=lambda scores: scores.clamp(-1, 1)), "known steps", "softmax", ATTENTION, slow=True
     ),
     "a mask by token": Refusal(MasksPadding, "depends on which tokens the prompt holds", "", ""),
-    "alibi in bloom": Refusal(lambda: build("bloom"), "position biases", "softmax", "transformer.h.0.self_attention"),
+    "alibi rounded to bfloat16 in float32": Refusal(
+        lambda: build("falcon_alibi", max_position_embeddings=2048), "not linear in the distance", "", "transformer"
+    ),
     "alibi in mpt": Refusal(lambda: build("mpt"), "how many tokens one call may have"),
     "a state space model": Refusal(lambda: build("mamba"), "could not capture the model"),
 }
@@ -125,6 +147,13 @@ COMPILED = {
     "batch norm by running statistics": mlp(BatchNormMLP, of_the_batch=False),
     "an odd scale": attention(causal, scale=0.337),
     "an odd scale, sdpa": attention(causal, scale=0.337, sdpa=True),
+    "a bias by distance": attention(
+        lambda size: torch.where(causal(size), distances(size) * -0.1 + 7.0, float("-inf"))
+    ),
+    "a bias by distance, in three steps": attention(causal, steps=lambda scores: scores - by_key(scores) * 0.3),
+    "a bias by distance, sdpa": attention(
+        lambda size: torch.where(causal(size), distances(size) * -0.1, float("-inf")), sdpa=True
+    ),
     "an additive mask": attention(lambda size: torch.full((size, size), float("-inf")).triu(1), scale=0.5),
     "a window": attention(lambda size: causal(size) & (distances(size) < 5), scale=0.4),
     "chunks": attention(lambda size: causal(size) & (distances(size) <= torch.arange(size)[:, None] % 5), sdpa=True),
@@ -132,7 +161,9 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", cases(COMPILED, ["an odd scale, sdpa", "an additive mask", "chunks"]))
+@pytest.mark.parametrize(
+    "name", cases(COMPILED, ["an odd scale, sdpa", "an additive mask", "chunks", "a bias by distance, sdpa"])
+)
 def test_is_compiled_right(name):
     model = COMPILED[name]()
     # the exchanged attention has no cache for generate to use

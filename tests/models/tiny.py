@@ -111,7 +111,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 12,
         "v_head_dim": 10,
     },
-    "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "falcon_alibi": {
+        "model_type": "falcon",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "alibi": True,
+        "max_position_embeddings": LONGEST,
+    },
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 16},
     "mpt": {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": LONGEST},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4},
 }
@@ -127,7 +138,7 @@ def build(name: str, attn_implementation: str = "sdpa", *, seed: int = 0, **conf
         config_overrides: fields of the configuration.
     """
     settings = {**_WITHOUT_SPECIAL_TOKENS, **CONFIGURATIONS[name], **config_overrides}
-    config = AutoConfig.for_model(name, **settings)
+    config = AutoConfig.for_model(settings.pop("model_type", name), **settings)
     if getattr(config, "attn_logit_softcapping", None):
         # SDPA has no softcap; transformers 5.17 takes it for such models all the same, and leaves the softcap out
         attn_implementation = "eager"

@@ -24,6 +24,7 @@ from chunkc.passes.fx_tools import (
     propagate,
     rank,
     refuse,
+    same_size,
     symbol_of,
     value,
 )
@@ -213,3 +214,11 @@ def test_output_and_attributes(chain: fx.GraphModule) -> None:
     assert value(7) == 7
     with pytest.raises(ValueError, match="no placeholder with a fake value"):
         fake_mode_of(fx.Graph())
+
+
+def test_sizes_are_the_same_where_they_are_for_every_number_of_tokens(captured: Captured) -> None:
+    size = value(placeholders(captured.graph("chain").graph)["input_ids"]).shape[1]
+    assert same_size(size, size) and same_size(4, 4)
+    assert same_size(size * size // size, size) and same_size(6 * size // 3, 2 * size)
+    assert not same_size(size, 13) and not same_size(size // 2, size) and not same_size((size + 1) // 2 * 2, size)
+    assert not same_size(size * size // (size + 1), size) and not same_size(3, 4)

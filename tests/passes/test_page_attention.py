@@ -55,8 +55,19 @@ def _attend(at: SimpleNamespace, x: torch.Tensor, number: int = 0, **mask: int) 
 def _with_sinks(at: SimpleNamespace) -> torch.Tensor:
     """As the attention interface captures it, with a logit per head that takes part in the softmax."""
     q, k, v = _heads(at.to_q[0](at.x), 4), _heads(at.to_k[0](at.x), 2), _heads(at.to_v[0](at.x), 2)
-    out = torch.ops.chunkc.attention(q, k, v, None, at.sinks, 0.37, True, 0, 0, 2.0)
+    out = torch.ops.chunkc.attention(q, k, v, None, at.sinks, None, 0.37, True, 0, 0, 2.0)
     return at.x + out.reshape(at.x.shape)
+
+
+def _with_slopes(at: SimpleNamespace) -> torch.Tensor:
+    """Two layers, the second with other slopes."""
+    x, size = at.x, at.ids.shape[1]
+    for number, factor in enumerate((1.0, -0.3)):
+        q, k, v = (_heads(linears[number](x), n) for linears, n in ((at.to_q, 4), (at.to_k, 2), (at.to_v, 2)))
+        distance = torch.arange(size) - torch.arange(size)[:, None]
+        mask = (at.slopes * factor * distance).masked_fill(distance > 0, -torch.inf)
+        x = x + F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2).reshape(x.shape)
+    return x
 
 
 def _narrow_values(at: SimpleNamespace) -> torch.Tensor:
@@ -77,6 +88,7 @@ CASES = {
     "same_weights": lambda at: _attend(at, _attend(at, at.x)),
     "windows": lambda at: _attend(at, _attend(at, _attend(at, at.x, window=3), 1), 1, window=3),
     "sinks": _with_sinks,
+    "slopes": _with_slopes,
     "narrow_values": _narrow_values,
     "single_head": _single_head,
 }
@@ -87,7 +99,8 @@ def captured() -> Captured:
     linears = {"to_q": WIDTH, "to_k": WIDTH // 2, "to_v": WIDTH // 2}
     members = {name: nn.ModuleList(nn.Linear(WIDTH, width) for _ in range(2)) for name, width in linears.items()}
     members["to_q"].append(nn.Linear(WIDTH, WIDTH))
-    return Captured(Cases(CASES, **members, sinks=nn.Parameter(torch.zeros(4))))
+    slopes = torch.tensor([0.5, 0.25, 0.7, 1.5])[:, None, None]
+    return Captured(Cases(CASES, **members, sinks=nn.Parameter(torch.zeros(4)), slopes=slopes))
 
 
 def _paged(captured: Captured, name: str) -> tuple[fx.GraphModule, PassContext]:
@@ -171,6 +184,14 @@ def test_calls_of_one_kind_share_a_task_table(captured: Captured) -> None:
     assert [layer.shape.window for layer in layers] == [3, 0, 3]
 
 
+def test_slopes_are_each_calls_own_and_share_a_task_table(captured: Captured) -> None:
+    graph_module, context = _paged(captured, "slopes")
+    assert {layer.plan for layer in context.attention_layers} == {0}
+    first, second = (getattr(graph_module, node.args[12].target) for node in _mixed(graph_module.graph))
+    torch.testing.assert_close(first, torch.tensor([0.5, 0.25, 0.7, 1.5]), rtol=0, atol=0)
+    torch.testing.assert_close(second, first * -0.3, rtol=1e-6, atol=0)
+
+
 def test_window_and_full_layers_of_a_real_model() -> None:
     """Gemma 2: a window in every second layer, softcap, an odd scale; chunks of several requests."""
     model, graph_module = huggingface("gemma2")
@@ -219,7 +240,7 @@ def _unpage(graph: fx.Graph, context: PassContext) -> None:
     node = _mixed(graph)[0]
     q = node.args[0]
     with graph.inserting_before(node):
-        graph.call_function(torch.ops.chunkc.attention.default, (q, q, q, None, None, 1.0, True, 0, 0, 0.0))
+        graph.call_function(torch.ops.chunkc.attention.default, (q, q, q, None, None, None, 1.0, True, 0, 0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_dump_folder(captured: Captured, tmp_path: Path) -> None:
 def _break_scale(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if is_call(node, torch.ops.chunkc.mixed_attention):
-            node.args = (*node.args[:12], node.args[12] * 1.5, *node.args[13:])
+            node.args = (*node.args[:13], node.args[13] * 1.5, *node.args[14:])
 
 
 def _break_numbers(graph: fx.Graph) -> None:

@@ -66,6 +66,50 @@ def _packed_heads(at: SimpleNamespace) -> torch.Tensor:
     return torch.bmm(scores.masked_fill(~at.past, -INF).softmax(-1), at.v[0])[None]
 
 
+def _biased_product(at: SimpleNamespace) -> torch.Tensor:
+    """[H, S, D], the scores added to the bias by the product itself, and spread to [1, H, S, S] for the mask."""
+    bias = (at.slopes * torch.arange(at.ids.shape[1])).to(at.x.dtype)
+    scores = torch.baddbmm(bias, at.q[0], at.k[0].transpose(1, 2), beta=1.5, alpha=0.37)
+    scores = scores.view(1, HEADS, at.ids.shape[1], -1) + torch.where(at.past, 0.0, LOWEST)
+    return torch.bmm(scores.softmax(-1).view(HEADS, at.ids.shape[1], -1), at.v[0])[None]
+
+
+def _sdpa(at: SimpleNamespace, bias: torch.Tensor, **options: object) -> torch.Tensor:
+    return F.scaled_dot_product_attention(at.q, at.k, at.v, attn_mask=bias, **options)
+
+
+def _by_interface(at: SimpleNamespace, bias: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    mask = torch.where(at.past, bias, LOWEST)
+    return torch.ops.chunkc.attention(at.q, at.k, at.v, mask, sinks, None, 0.37, False, 0, 0, 2.0).transpose(1, 2)
+
+
+#: cases that add ALiBi to causal attention
+ALIBI = {
+    "alibi": lambda at: _attend(at, at.scores - at.distance * at.slopes + at.additive),
+    "alibi_by_key": lambda at: _masked(at, at.scores * 0.3 + at.slopes * torch.arange(at.ids.shape[1])),
+    "alibi_farther_is_more": lambda at: _attend(at, at.scores + at.distance * at.slopes + at.additive),
+    "alibi_in_the_mask": lambda at: _attend(at, at.scores + torch.where(at.past, at.distance * -at.slopes, -INF)),
+    "alibi_in_the_mask_other_way": lambda at: _attend(
+        at, at.scores + (at.distance * -at.slopes).masked_fill(~at.past, LOWEST)
+    ),
+    "alibi_of_all_heads": lambda at: _attend(at, at.scores + (at.distance * -0.5 + at.additive)),
+    "alibi_scaled_with_the_scores": lambda at: _masked(at, (at.scores - at.distance * at.slopes) * 0.4 / 1.3),
+    "alibi_twice": lambda at: _masked(
+        at, (at.scores - at.distance * at.slopes) * 0.4 + torch.arange(at.ids.shape[1]) * 0.1
+    ),
+    "alibi_baddbmm": _biased_product,
+    "alibi_and_window": lambda at: _masked(
+        at, (at.scores - at.distance * at.slopes).masked_fill(~(at.past & (at.distance < 5)), -INF)
+    ),
+    "alibi_behind_the_softcap": lambda at: _masked(at, torch.tanh(at.scores) * 2.0 - at.distance * at.slopes),
+    "alibi_sdpa": lambda at: _sdpa(at, torch.where(at.past, at.distance * -at.slopes, -INF)[None], scale=0.4),
+    "alibi_sdpa_grouped": lambda at: F.scaled_dot_product_attention(
+        at.q, at.k2, at.v2, attn_mask=at.distance * -at.slopes + at.additive, enable_gqa=True
+    ),
+    "alibi_interface": lambda at: _by_interface(at, at.slopes * torch.arange(at.ids.shape[1])),
+    "alibi_interface_sinks": lambda at: _by_interface(at, at.distance * -at.slopes, at.slopes.flatten()),
+}
+
 #: cases that compute causal attention, and (window, query heads, key heads) found
 ACCEPTED = {
     # scale
@@ -93,6 +137,15 @@ ACCEPTED = {
     "mask_twice": (lambda at: _attend(at, at.scores.masked_fill(~at.past, -1e9) + at.additive), (0, 4, 4)),
     # form
     "bmm": (_packed_heads, (0, 4, 4)),
+    "bmm_into_memory_that_is_not_read": (
+        lambda at: (
+            torch.baddbmm(at.scores[0] * torch.nan, at.q[0], at.k[0].transpose(1, 2), beta=0, alpha=0.37)
+            .masked_fill(~at.past, -INF)
+            .softmax(-1)
+            @ at.v[0]
+        )[None],
+        (0, 4, 4),
+    ),
     "key_permuted": (lambda at: _masked(at, at.q @ at.k.transpose(1, 2).permute(0, 2, 3, 1)), (0, 4, 4)),
     "softmax_in_float": (
         lambda at: F.softmax(at.scores.masked_fill(~at.past, -INF), -1, dtype=torch.float32).to(at.x.dtype) @ at.v,
@@ -168,7 +221,11 @@ REFUSED = {
     "mask_filled_swapped": (lambda at: _attend(at, at.scores.masked_fill(at.past, -1e9)), "neither causal", "aten.ge"),
     "mask_weak": (lambda at: _attend(at, at.scores.masked_fill(~at.past, -20.0)), "large negative", "aten.masked_fill"),
     "mask_weak_where": (lambda at: _attend(at, torch.where(at.past, at.scores, 0.0)), "large negative", "aten.where"),
-    "mask_weak_added": (lambda at: _attend(at, at.scores + (~at.past) * -20.0), "adds a bias", "aten.mul"),
+    "mask_weak_added": (
+        lambda at: _attend(at, at.scores + (~at.past) * -20.0),
+        "without a causal mask",
+        "aten.matmul",
+    ),
     "mask_by_value": (
         lambda at: _attend(at, torch.where(at.past, at.scores, at.scores * 2.0)),
         "large negative",
@@ -182,10 +239,56 @@ REFUSED = {
         "aten.add",
     ),
     "mask_later_too": (lambda at: _masked(at, at.scores + at.additive.T), "see later tokens", "aten."),
-    "alibi": (
-        lambda at: _attend(at, at.scores + at.distance * at.slopes + at.additive),
-        "differs between heads",
+    "mask_subtracted": (
+        lambda at: _attend(at, at.scores - (~at.past) * 1e9),
+        "without a causal mask",
+        "aten.matmul",
+    ),
+    "alibi_alone": (
+        lambda at: _attend(at, at.scores - at.distance * at.slopes),
+        "without a causal mask",
+        "aten.matmul",
+    ),
+    "alibi_sdpa_alone": (lambda at: _sdpa(at, at.distance * -at.slopes), "without a causal mask", "chunkc.attention"),
+    "alibi_bent": (
+        lambda at: _masked(at, at.scores - at.distance.clamp(max=40) * at.slopes),
+        "is not ALiBi",
         "aten.mul",
+    ),
+    "alibi_bent_in_the_mask": (
+        lambda at: _sdpa(at, torch.where(at.past, at.distance**2 * -at.slopes, -INF)[None]),
+        "is not ALiBi",
+        "aten.mul",
+    ),
+    "alibi_of_the_query": (
+        lambda at: _masked(at, at.scores - at.distance * at.slopes * at.q.sum(-1, keepdim=True)),
+        "which tokens",
+        "aten.embedding",
+    ),
+    "alibi_before_the_softcap": (
+        lambda at: _masked(at, torch.tanh(at.scores - at.distance * at.slopes) * 2.0),
+        "after the mask",
+        "aten.tanh",
+    ),
+    "alibi_within_the_softcap": (
+        lambda at: _masked(at, (torch.tanh(at.scores) - at.distance * at.slopes) * 2.0),
+        "scaled after the mask",
+        "aten.mul",
+    ),
+    "alibi_and_a_weak_mask": (
+        lambda at: _attend(at, at.scores - at.distance * at.slopes + (~at.past) * -10_010.0),
+        "as large as the numbers",
+        "aten.",
+    ),
+    "alibi_and_mask_scaled": (
+        lambda at: _attend(at, (at.scores - at.distance * at.slopes + at.additive) * 0.5),
+        "scaled after the mask",
+        "aten.mul",
+    ),
+    "alibi_by_key_and_sinks": (
+        lambda at: _by_interface(at, at.slopes * torch.arange(at.ids.shape[1]), at.slopes.flatten()),
+        "sinks and a position bias",
+        "chunkc.attention",
     ),
     "number_added": (lambda at: _masked(at, at.scores + 1.5), "number is added", "aten.add"),
     "scores_added": (
@@ -293,6 +396,7 @@ def _flat(function: object) -> object:
 @pytest.fixture(scope="module")
 def captured() -> Captured:
     functions = {name: _flat(case[0]) for name, case in {**ACCEPTED, **REFUSED}.items()}
+    functions |= {name: _flat(function) for name, function in ALIBI.items()}
     for name, function in NOT_ATTENTION.items():
         functions[name] = lambda at, f=function: _flat(ACCEPTED["sdpa_causal"][0])(at) + f(at).reshape(1, -1, WIDTH)
     for name, (function, _) in MIXING.items():
@@ -311,6 +415,21 @@ def captured() -> Captured:
 def test_attention_is_served_as_the_module_computes_it(captured: Captured, name: str) -> None:
     (layer,) = serve(captured, name, max_positions=LONGEST).attention_layers
     assert (layer.shape.window, layer.shape.num_q_heads, layer.shape.num_kv_heads) == ACCEPTED[name][1]
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_alibi_is_served_as_the_module_computes_it(captured: Captured, name: str) -> None:
+    serve(captured, name, max_positions=LONGEST)
+
+
+@pytest.mark.parametrize("name", ["alibi", "alibi_interface"])
+def test_a_bias_in_attention_of_the_models_own_is_not_taken_from_another_path(captured: Captured, name: str) -> None:
+    """Told of an attention that it does not know, a model may compute its bias otherwise than it does as it stands."""
+    if name == "alibi_interface":
+        run_passes(captured.graph(name), max_positions=LONGEST, route="interface")
+        return
+    with pytest.raises(UnsupportedModelError, match="does not go through transformers' interface"):
+        run_passes(captured.graph(name), max_positions=LONGEST, route="interface")
 
 
 @pytest.mark.parametrize("name", REFUSED)
