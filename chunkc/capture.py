@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from chunkc.errors import UnsupportedModelError
 from chunkc.functional import functional_module
 from chunkc.live_code import attention_is_known
 from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, fake_mode_of, placeholders, symbol_of, value
-from chunkc.passes.size_guards import failing_guards
+from chunkc.passes.size_guards import bound_of, failing_guards
 
 #: the name under which our attention function is registered with transformers; it must not contain "sdpa" or
 #: "flex_attention", or transformers runs its own support checks on it
@@ -58,10 +57,12 @@ class Captured:
         graph_module: inputs ``input_ids`` and ``position_ids``, both int64 [1, S] with S dynamic; output logits
             [1, S, V]. Parameters are the model's own tensors. No op mutates its inputs.
         route: "interface" or "as_it_stands".
+        longest: longest sequence, in tokens, for which the graph is the model; None for no limit.
     """
 
     graph_module: fx.GraphModule
     route: str
+    longest: int | None = None
 
 
 def capture(model: nn.Module, route: str) -> Captured:
@@ -100,23 +101,24 @@ def capture(model: nn.Module, route: str) -> Captured:
             hint="Control flow that depends on tensor values, or attention that needs its own mask type, "
             "cannot be captured yet.",
         ) from error
-    _check_every_size(graph_module)
-    return Captured(graph_module, route)
+    return Captured(graph_module, route, _check_sizes(graph_module))
 
 
-def _check_every_size(graph_module: fx.GraphModule) -> None:
-    """Refuse a graph that is right only for some numbers of tokens: a batch may hold any."""
+def _check_sizes(graph_module: fx.GraphModule) -> int | None:
+    """Refuse a graph that is right only for some numbers of tokens, but for a bound from above, which is returned.
+
+    See ``passes.size_guards`` for why a bound does no harm.
+    """
     symbol = symbol_of(value(placeholders(graph_module.graph)["input_ids"]).shape[1])
     environment = fake_mode_of(graph_module.graph).shape_env
-    upper = environment.var_to_range[symbol].upper
-    hint = "Chunked batches need a model that treats any number of tokens alike."
-    if upper < sys.maxsize // 2:
-        raise UnsupportedModelError(f"the model's code limits how many tokens one call may have to {upper}", hint=hint)
-    failing = failing_guards(environment)
+    longest = bound_of(environment, symbol)
+    failing = failing_guards(environment, longest)
     if failing:
         raise UnsupportedModelError(
-            f"the model's code branches on how many tokens one call has ({'; '.join(failing)})", hint=hint
+            f"the model's code branches on how many tokens one call has ({'; '.join(failing)})",
+            hint="Chunked batches need a model that treats any number of tokens alike.",
         )
+    return longest
 
 
 def shadow(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

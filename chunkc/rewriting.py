@@ -86,6 +86,7 @@ def rewrite(
                 config=config,
                 route=route,
                 max_positions=max_positions_of(config),
+                proven_length=captured.longest,
                 deferred=deferred,
             )
             watchers = [*callbacks, DumpGraphs(dump)] if dump is not None else list(callbacks)

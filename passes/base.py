@@ -59,7 +59,8 @@ class PassContext:
         config: the model's configuration object, or None for a module without one. Read only.
         route: how the model was captured, one of ``chunkc.capture.ROUTES``, or None where that is not known.
         max_positions: longest sequence the model is defined for, in tokens, or None where it does not say.
-        proven_length: longest sequence up to which the meaning of every mask is proven, or None for no limit.
+        proven_length: longest sequence up to which the graph is the model and the meaning of every mask is proven, or
+            None for no limit.
         attention_layers: one entry per attention call, in graph order; page_attention fills it.
         resources: objects that must live as long as the graph may run (packed weights behind handles).
         made: how tensors that passes made come from the model's own, by name (``passes.made_tensors``).

@@ -36,12 +36,14 @@ from chunkc.passes.fx_tools import (
     call,
     fake_mode_of,
     is_call,
+    new_size,
     output_node,
     placeholders,
     refuse,
     symbol_of,
     value,
 )
+from chunkc.passes.size_guards import bound_of
 
 _CARRIES = (aten.unsqueeze, aten.expand, aten.reshape, aten._to_copy, aten.clone)
 
@@ -60,10 +62,11 @@ class RaggedTokens(GraphPass):
         graph = graph_module.graph
         inputs = placeholders(graph)
         # a model that ignores its positions is captured with two sizes that nothing ties together
-        size = value(inputs["input_ids"]).shape[1]
+        traced = value(inputs["input_ids"]).shape[1]
+        size = _unbounded(graph, traced)
         _flatten(graph, inputs["input_ids"], "input_ids", size)
         flat_positions = _flatten(graph, inputs["position_ids"], "positions", size)
-        replaced = _positions_for_ranges(graph, flat_positions, symbol_of(size))
+        replaced = _positions_for_ranges(graph, flat_positions, symbol_of(traced))
         logits = output_node(graph)
         if value(logits).dim() != 3 or value(logits).shape[0] != 1:
             raise refuse(logits, f"the model's output has shape {tuple(value(logits).shape)}, not [1, S, V]")
@@ -73,6 +76,18 @@ class RaggedTokens(GraphPass):
         graph.eliminate_dead_code()
         notes = (f"{replaced} uses of a token's number as its position",) if replaced else ()
         return PassReport(2 + replaced, notes=notes)
+
+
+def _unbounded(graph: fx.Graph, traced: torch.SymInt) -> torch.SymInt:
+    """The size of a batch: that of the sequence that was traced, or a new one where a sequence is bounded.
+
+    What was assumed of the length of a sequence is then assumed of nothing in the graph any more.
+    """
+    environment = fake_mode_of(graph).shape_env
+    if bound_of(environment, symbol_of(traced)) is None:
+        return traced
+    environment.guards[:] = [g for g in environment.guards if symbol_of(traced) not in g.expr.free_symbols]
+    return new_size(graph, "tokens", 13)
 
 
 def _flatten(graph: fx.Graph, old: fx.Node, name: str, size: torch.SymInt) -> fx.Node:

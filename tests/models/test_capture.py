@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 import chunkc
 from chunkc.capture import INTERFACE, capture, logits_of, shadow
 from chunkc.config import SamplingParams
-from chunkc.errors import UnsupportedModelError
+from chunkc.errors import InvalidRequestError, UnsupportedModelError
 
 PROMPT = torch.arange(3, 20)[None]
 POSITIONS = torch.arange(17)[None]
@@ -181,12 +181,28 @@ class BranchesOnLength(nn.Module):
 
 @pytest.mark.parametrize(
     "asks",
-    [lambda n: n % 2 == 1, lambda n: n != 77, lambda n: n != 7919, lambda n: n > 12, lambda n: n < 50_000],
-    ids=["odd", "not 77", "a far number", "more than 12", "fewer than 50,000"],
+    [lambda n: n % 2 == 1, lambda n: n != 77, lambda n: n != 7919, lambda n: n > 12, lambda n: 12 < n < 50_000],
+    ids=["odd", "not 77", "a far number", "more than 12", "between two"],
 )
 def test_code_that_branches_on_the_number_of_tokens_is_refused(asks):
-    with pytest.raises(UnsupportedModelError, match=r"branches on how many tokens|limits how many tokens"):
+    with pytest.raises(UnsupportedModelError, match=r"branches on how many tokens"):
         chunkc.compile(BranchesOnLength(asks).eval(), mode="eager", num_pages=8, verify="off")
+
+
+def test_code_for_short_sequences_serves_those_and_batches_of_any_size():
+    model = BranchesOnLength(lambda n: n < 50).eval()
+    with pytest.warns(UserWarning, match="up to 49 tokens only"):
+        engine = chunkc.compile(model, mode="eager", num_pages=32, budget=120)
+    prompts = [torch.randint(40, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (48, 48, 30, 7)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        expected.append(model(ids, torch.arange(len(prompt))[None])[0, -1].argmax().item())
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=1))
+    assert [completion.token_ids for completion in completions] == [[token] for token in expected]
+    assert max(record.tokens for record in engine.metrics.records) > 49
+    with pytest.raises(InvalidRequestError, match="49"):
+        engine.generate([list(range(30)) * 2], SamplingParams(max_new_tokens=1))
 
 
 def test_a_branch_for_one_token_alone_is_found_by_the_check():

@@ -110,9 +110,10 @@ REFUSED = {
         "not linear in the distance",
         "",
         ATTENTION,
+        slow=True,
     ),
     "a bias by distance without a mask": Refusal(
-        attention(lambda size: distances(size).abs() * -0.1), "without a causal mask", "matmul", ATTENTION
+        attention(lambda size: distances(size).abs() * -0.1), "without a causal mask", "matmul", ATTENTION, slow=True
     ),
     "clamped scores": Refusal(
         attention(causal, steps=lambda scores: scores.clamp(-1, 1)), "known steps", "softmax", ATTENTION, slow=True
@@ -121,7 +122,6 @@ REFUSED = {
     "alibi rounded to bfloat16 in float32": Refusal(
         lambda: build("falcon_alibi", max_position_embeddings=2048), "not linear in the distance", "", "transformer"
     ),
-    "alibi in mpt": Refusal(lambda: build("mpt"), "how many tokens one call may have"),
     "a state space model": Refusal(lambda: build("mamba"), "could not capture the model"),
 }
 
