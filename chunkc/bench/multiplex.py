@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from chunkc.bench import multiplex_plot
 from chunkc.bench.arguments import budget, positive
+from chunkc.bench.files import opened
 from chunkc.bench.multiplex_run import Load, Point, measure, needed_tokens
 from chunkc.bench.progress import stage
 from chunkc.bench.quiet import wait_until_quiet
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     rows += [Row("whole" if size is None else f"one batch, {size}", "off", size) for size in args.budget]
     rows += [Row(f"layers, {size}", "layers", size) for size in args.layers]
     rows += [Row(f"streams, {size}", "streams", size) for size in args.streams]
-    with _record(args.json) as record:
+    with opened(args.json) as record:
         with stage("Warming up"):
             for row in rows:
                 _measure(engine, row, replace(wanted, prompts=1))
@@ -141,19 +141,6 @@ def _measure(engine: Any, row: Row, wanted: Load) -> Point:
     if row.name == ALONE:
         return measure(engine, replace(wanted, prompts=0), steps=120)
     return measure(engine, wanted, steps=_STEPS)
-
-
-@contextmanager
-def _record(path: Path | None) -> Iterator[Any]:
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ChunkcError(f"cannot write {path}: {error.strerror}") from error
-    with file:
-        yield file
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +18,7 @@ from typing import Any, TextIO
 from chunkc.bench import table
 from chunkc.bench.arguments import budget, positive
 from chunkc.bench.clock import Trace, generate_one_by_one, serve
+from chunkc.bench.files import opened
 from chunkc.bench.metrics import measure
 from chunkc.bench.progress import stage
 from chunkc.bench.workload import Workload, builtin_workload, load_workloads
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         raise ChunkcError("--which chooses from a file: give --workload as well")
     workloads = load_workloads(args.workload, args.which) if args.workload else None
     traced: list[dict[str, Any]] = []
-    with _record(args.json) as record, _record(args.trace) as trace_file:
+    with opened(args.json) as record, opened(args.trace) as trace_file:
         configurations, workloads = _prepare(args, workloads)
         for workload in workloads:
             print(f"{args.model}, {args.dtype}, {workload.name}: {workload.describe()}")
@@ -105,20 +105,6 @@ def run(args: argparse.Namespace) -> int:
         if trace_file:
             json.dump({"traceEvents": traced}, trace_file)
     return 0
-
-
-@contextmanager
-def _record(path: Path | None) -> Iterator[TextIO | None]:
-    """The file that the runs are written to, opened before the work starts; None without one."""
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ChunkcError(f"cannot write {path}: {error.strerror}") from error
-    with file:
-        yield file
 
 
 def _prepare(args: argparse.Namespace, workloads: list[Workload] | None) -> tuple[list[Configuration], list[Workload]]:
