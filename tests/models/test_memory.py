@@ -72,6 +72,7 @@ def save(folder: Path, **sizes) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read as Linux counts them")
 def test_memory_peaks_little_above_weights_and_cache(tmp_path):
     save(tmp_path / "tiny", vocab_size=100, hidden_size=64, intermediate_size=64)
