@@ -42,11 +42,13 @@ class Verification:
         worst: largest error of a row of logits, relative to the row's spread.
         rows: how many rows were compared.
         tolerance: what was allowed.
+        rows_within: fraction of the rows that had to keep within it.
     """
 
     worst: float
     rows: int
     tolerance: float
+    rows_within: float
 
 
 def probe_lengths(layers: Sequence[AttentionLayer], max_positions: int) -> list[int]:
@@ -123,7 +125,7 @@ def verify(
             module=find_module(expected.prompts[first], tolerance),
             hint="Please report it with the model's configuration. verify='off' would serve these wrong logits.",
         )
-    return Verification(float(rows.max()), len(rows), tolerance)
+    return Verification(float(rows.max()), len(rows), tolerance, _ROWS_WITHIN[dtype])
 
 
 def _row_errors(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

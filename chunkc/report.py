@@ -61,9 +61,10 @@ class CompileReport:
             lines.append("not checked against the model (verify='off')")
         else:
             found = self.verification
+            most = "" if found.rows_within == 1 else f" for {found.rows_within:.0%} of them"
             lines.append(
                 f"checked against the model in {self.verify_seconds:.1f} s: {found.rows} rows of logits, worst error "
-                f"{found.worst:.1e} of their spread ({found.tolerance:.0e} allowed)"
+                f"{found.worst:.1e} of their spread ({found.tolerance:.1e} allowed{most})"
             )
         lines.append(self.cache)
         return lines

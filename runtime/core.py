@@ -21,6 +21,7 @@ from chunkc.errors import InvalidRequestError
 from chunkc.runtime.batch import Chunk, pack
 from chunkc.runtime.cursor import PrefillCursor
 from chunkc.runtime.detokenize import Detokenizer
+from chunkc.runtime.executors import Executor
 from chunkc.runtime.metrics import MetricsCollector, StepRecord
 from chunkc.runtime.modes import Modes
 from chunkc.runtime.multiplex import Mode, StepView
@@ -158,7 +159,9 @@ class EngineCore:
 
     def _step(self) -> None:
         began = self._clock()
+        # What cannot run here is said to whoever steps, before anything is planned.
         mode = self._modes.choose(self._view())
+        executor = self._modes.executor(mode)
         apart = mode != "off"
         # One cursor at a time: while it is under way no other prompt is taken apart.
         plan = self._scheduler.schedule(apart=apart, prefill=not (apart and self._cursor is not None))
@@ -176,13 +179,15 @@ class EngineCore:
 
         samplers = [chunk.request for chunk in chunks if chunk.samples]
         work = None if plan.budget is None else max(1, plan.budget - sum(chunk.num_tokens for chunk in chunks))
-        outcome = self._run(chunks, samplers, cursor, work, mode)
+        outcome = self._run(chunks, samplers, cursor, work, executor)
         # What was aborted meanwhile gets no token any more.
         self._do_late_aborts()
         if outcome.error is not None:
             message = f"the step failed with {type(outcome.error).__name__}: {outcome.error}"
-            for chunk in chunks:
-                self._fail(chunk.request, message, outcome.error)
+            # Without a batch it can only be the prefill's.
+            requests = [chunk.request for chunk in chunks] or (cursor.requests if cursor is not None else [])
+            for request in requests:
+                self._fail(request, message, outcome.error)
         else:
             self._scheduler.commit(chunks)
             if outcome.sampled is not None:
@@ -228,7 +233,7 @@ class EngineCore:
         samplers: list[Request],
         cursor: PrefillCursor | None,
         work: float | None,
-        mode: Mode,
+        executor: Executor,
     ) -> _Outcome:
         outcome = _Outcome(ran=self._clock())
 
@@ -238,7 +243,7 @@ class EngineCore:
 
         try:
             batch = pack(chunks, self._pool) if chunks else None
-            outcome.sampled = self._modes.executor(mode).run(batch, use, cursor, work)
+            outcome.sampled = executor.run(batch, use, cursor, work)
             if cursor is not None:
                 outcome.ran = self._clock()
         except Exception as error:

@@ -24,7 +24,7 @@ from chunkc.runtime.intake import Intake, Params, one_per_prompt
 from chunkc.runtime.locks import FairRLock
 from chunkc.runtime.metrics import EngineMetrics
 from chunkc.runtime.modes import Modes
-from chunkc.runtime.multiplex import Fixed, Mode, MultiplexPolicy, check_cores, check_mode
+from chunkc.runtime.multiplex import Fixed, Mode, MultiplexPolicy, check_mode
 from chunkc.runtime.outputs import Completion, RequestMetrics, TokenEvent
 from chunkc.runtime.pages import PagePool
 from chunkc.runtime.prompts import as_list
@@ -90,7 +90,7 @@ class Engine:
         policy_of_modes = multiplex or Fixed(self.config.multiplex)
         self._modes = Modes(runner, policy_of_modes, self.config.decode_cores, spans, clock, runner.machine)
         if self.config.multiplex == "streams":
-            check_cores(self.config.decode_cores, runner.machine)
+            self._modes.check(self.config.decode_cores)
         self._core = EngineCore(runner, self.scheduler, self.pool, tokenizer, clock, self._modes, spans)
         self._intake = Intake(
             vocab_size=runner.vocab_size,
@@ -268,7 +268,7 @@ class Engine:
     def multiplex(self, value: Mode | MultiplexPolicy) -> None:
         policy = Fixed(check_mode(value)) if isinstance(value, str) or not hasattr(value, "mode") else value
         if policy == Fixed("streams"):
-            check_cores(self.decode_cores, self.runner.machine)
+            self._modes.check(self.decode_cores)
         with self._lock:
             self._modes.policy = policy
 
@@ -282,7 +282,7 @@ class Engine:
     def decode_cores(self, value: int | None) -> None:
         checked = EngineConfig(decode_cores=value).decode_cores
         if checked is not None:
-            check_cores(checked, self.runner.machine)
+            self._modes.check(checked)
         with self._lock:
             self._modes.decode_cores = checked
 

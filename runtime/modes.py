@@ -78,6 +78,16 @@ class Modes:
             self._divisions = self.machine.divisions()
         return self._divisions
 
+    def check(self, decode_cores: int | None) -> None:
+        """Whether prefill and decode can have cores of their own, so many of them for the decodes (None: any number).
+
+        Raises:
+            ValueError: there is but one core, or none would be left for the prefill.
+        """
+        every = self.divisions()
+        if decode_cores is not None:
+            division_of(decode_cores, every)
+
     def choose(self, view: StepView) -> Mode:
         """The mode of the next step.
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from chunkc.runtime.machine import CORES, Division, Machine
+from chunkc.runtime.machine import CORES, Division
 
 if TYPE_CHECKING:
     from chunkc.runtime.contention import Contention
@@ -84,12 +84,12 @@ def division_of(decode_cores: int, every: Sequence[Division]) -> Division:
     return next(division for division in every if division.decode_units >= decode_cores)
 
 
-def check_cores(decode_cores: int | None, machine: Machine = CORES) -> None:
-    """Whether prefill and decode can have cores of their own, so many of them for the decodes (None: any number).
+def check_cores(decode_cores: int | None) -> None:
+    """Whether this process's cores can be divided, so many of them for the decodes (None: any number).
 
     Raises:
         ValueError: there is but one core, or none would be left for the prefill.
     """
-    every = machine.divisions()
+    every = CORES.divisions()
     if decode_cores is not None:
         division_of(decode_cores, every)

@@ -11,7 +11,7 @@ from toy_cuda import ToyCuda, ToyDriver
 
 from chunkc.runtime.cuda_lanes import CudaMachine, CudaStream
 from chunkc.runtime.fences import PASSED
-from chunkc.runtime.multiplex import check_cores, division_of
+from chunkc.runtime.multiplex import division_of
 from chunkc.runtime.sm_partition import Partitioner, PartitionError, SmDivision
 
 DEVICE = torch.device("cuda", 0)
@@ -104,9 +104,9 @@ def test_the_next_larger_share_is_taken():
     assert str(division_of(20, every)) == "24 + 108 SMs"
     assert str(division_of(1, every)) == "8 + 124 SMs"
     assert str(division_of(100, every)) == "132 SMs for both"
-    check_cores(132, machine)
+    division_of(132, every)
     with pytest.raises(ValueError, match="decode_cores=133: must be 1 to 132"):
-        check_cores(133, machine)
+        division_of(133, every)
 
 
 def test_without_green_contexts_the_streams_share_the_sms_and_that_is_said_once():

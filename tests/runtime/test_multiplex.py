@@ -13,7 +13,7 @@ from toy_runner import ToyRunner, toy_generate
 from chunkc.config import EngineConfig, SamplingParams
 from chunkc.runtime import machine
 from chunkc.runtime.engine import Engine
-from chunkc.runtime.multiplex import MODES, StepView
+from chunkc.runtime.multiplex import MODES, Fixed, StepView
 
 APART = ["layers", "streams"]
 
@@ -240,6 +240,44 @@ def test_a_policy_chooses_step_by_step():
     ]
     assert policy.seen[0] == StepView(decodes=0, prefill_tokens=0, waiting=3, apart=False, contention=None)
     assert any(view.apart and view.decodes for view in policy.seen)
+
+
+def test_a_policy_that_asks_for_cores_there_are_none_of_is_told(monkeypatch):
+    """Whoever steps hears it; no request is lost, and another mode goes on."""
+    engine = Engine(ToyRunner(64, 4), config=EngineConfig(budget=4), multiplex=Fixed("streams"))
+    monkeypatch.setattr(machine, "available_cores", lambda: [0])
+    name = engine.add_request(prompt(30), greedy(5))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="needs two cores"):
+            engine.step()
+    with pytest.raises(ValueError, match="needs two cores"):
+        engine.generate(prompt(5), greedy(5))
+    assert list(engine._core.live) == [name]
+    engine.multiplex = "layers"
+    run_out(engine)
+    assert served(engine, name) == toy_generate(prompt(30), greedy(5))
+
+
+def test_cores_are_counted_when_the_mode_is_set(monkeypatch):
+    engine = engine_with("off")
+    engine.multiplex = "streams"
+    monkeypatch.setattr(machine, "available_cores", lambda: [0])
+    assert engine.generate(prompt(30), greedy(5))[0].token_ids == toy_generate(prompt(30), greedy(5))
+
+
+@pytest.mark.parametrize("mode", APART)
+def test_an_error_around_a_prefill_without_decodes_ends_its_requests(mode, monkeypatch):
+    engine = engine_with(mode, budget=4)
+    name = engine.add_request(prompt(30), greedy(5))
+
+    def fail(*arguments):
+        raise RuntimeError("the executor broke")
+
+    monkeypatch.setattr(engine._modes.executor(mode), "run", fail)
+    engine.step()
+    assert "the executor broke" in engine.completion(name).error
+    engine.check()
+    assert engine.pool.num_used == 0
 
 
 def test_what_was_measured_is_shown_and_gone_by():
