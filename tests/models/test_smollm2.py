@@ -82,7 +82,8 @@ def test_every_budget_and_page_size(smollm2_engine, many, budget, page_size):
 def test_every_mode(smollm2_engine, many, budget, share, modes, two_cores):
     engine = with_cache(smollm2_engine, budget=budget, page_size=16, num_pages=pages_for(many, 16, share=share))
     completions = assert_served_alike(engine, many, steps_between=3, modes=modes, where=f"{modes}, budget {budget}")
-    assert share == 1 or sum(completion.metrics.num_preemptions for completion in completions) >= 1
+    if share < 1 and "streams" not in modes:  # there it hangs on how fast prompts are beside the decodes
+        assert sum(completion.metrics.num_preemptions for completion in completions) >= 1
 
 
 @pytest.mark.slow
