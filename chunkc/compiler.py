@@ -19,7 +19,7 @@ from torch import nn
 
 from chunkc import check, preparation
 from chunkc.capture import shadow
-from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, EngineConfig
+from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, EngineConfig, Multiplex
 from chunkc.errors import UnsupportedModelError, VerificationError
 from chunkc.kernels import cpu_backend
 from chunkc.lower import MODES, forget_weights
@@ -32,7 +32,8 @@ from chunkc.program import LoweredGraph
 from chunkc.report import CompileReport
 from chunkc.runtime.cache_size import choose_num_pages
 from chunkc.runtime.engine import Engine
-from chunkc.runtime.multiplex import check_cores
+from chunkc.runtime.machine import CORES
+from chunkc.runtime.multiplex import division_of
 from chunkc.runtime.runner import GraphRunner, bytes_per_page
 
 #: neither torch.export nor Inductor can do two at once in a process
@@ -49,7 +50,7 @@ def compile(
     num_pages: int | None = None,
     cache_memory: int | str | None = None,
     max_requests: int = DEFAULT_MAX_REQUESTS,
-    multiplex: Literal["off", "layers", "streams"] = "off",
+    multiplex: Multiplex = "off",
     decode_cores: int | None = None,
     verify: Literal["on", "off"] = "on",
     mode: Literal["compiled", "eager"] = "compiled",
@@ -101,8 +102,8 @@ def compile(
         multiplex=multiplex,
         decode_cores=decode_cores,
     )
-    if multiplex == "streams":
-        check_cores(decode_cores)
+    if multiplex == "streams" or decode_cores is not None:
+        division_of(decode_cores, CORES.divisions())  # raises where there is none, before the work
     given = model
     if isinstance(model, (str, Path)):
         model, loaded_tokenizer = load(model, dtype=dtype)

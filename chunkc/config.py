@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +18,10 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BUDGET = 512
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_REQUESTS = 256
+
+#: how prefill and decode share the machine; what each means is in ``runtime.multiplex``
+Multiplex = Literal["off", "layers", "streams"]
+MULTIPLEX: tuple[Multiplex, ...] = get_args(Multiplex)
 
 # What HuggingFace's generate does where neither the call nor the model's generation_config says anything
 # (GenerationConfig._get_default_generation_params); 0 switches min_p off.
@@ -256,7 +260,7 @@ class EngineConfig(BaseModel):
     page_size: int = Field(DEFAULT_PAGE_SIZE, ge=1)
     num_pages: int | None = Field(None, ge=1)
     cache_memory: Annotated[int | None, BeforeValidator(lambda v: v if v is None else parse_memory(v))] = None
-    multiplex: Literal["off", "layers", "streams"] = "off"
+    multiplex: Multiplex = "off"
     decode_cores: int | None = Field(None, ge=1)
 
     if not TYPE_CHECKING:  # a type checker sees the fields' own signature

@@ -10,23 +10,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
     import numpy as np
 
+_one_at_a_time = threading.Lock()
+
 
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
-    """Within it, what the gguf package read of a file is kept. Without that package, nothing is done."""
+    """Within it, what the gguf package read of a file is kept. Without that package, nothing is done.
+
+    One thread at a time: two would restore each other's changes to the package, and one's would stay.
+    """
     try:
         import gguf
-        import numpy
     except ImportError:  # transformers says so
         yield
         return
+    with _one_at_a_time, _patched(gguf):
+        yield
+
+
+@contextlib.contextmanager
+def _patched(gguf: ModuleType) -> Iterator[None]:
+    import numpy
 
     mappings: list[mmap.mmap] = []
 

@@ -26,6 +26,7 @@ from chunkc.runtime.machine import CORES, Division, Machine
 from chunkc.runtime.outputs import RequestMetrics
 from chunkc.runtime.pages import PagePool
 from chunkc.runtime.request import Request
+from chunkc.runtime.teams import release_team
 
 if TYPE_CHECKING:
     from chunkc.runtime.runner import ModelRunner
@@ -157,6 +158,7 @@ def _measure(
 
     whole = _median(decode_step, machine.whole, clock), _median(prefill_chunk, machine.whole, clock)
     shared = []
+    release_team()  # of all cores, which would have the lanes' threads sleep
     for division in divisions:
         lanes = machine.lanes(division)
         for lane in lanes:

@@ -89,8 +89,8 @@ class Engine:
         spans = SpanLog()
         policy_of_modes = multiplex or Fixed(self.config.multiplex)
         self._modes = Modes(runner, policy_of_modes, self.config.decode_cores, spans, clock, runner.machine)
-        if self.config.multiplex == "streams":
-            self._modes.check(self.config.decode_cores)
+        if self.config.multiplex == "streams" or self.config.decode_cores is not None:
+            self._modes.division(self.config.decode_cores)  # raises where there is none
         self._core = EngineCore(runner, self.scheduler, self.pool, tokenizer, clock, self._modes, spans)
         self._intake = Intake(
             vocab_size=runner.vocab_size,
@@ -268,7 +268,7 @@ class Engine:
     def multiplex(self, value: Mode | MultiplexPolicy) -> None:
         policy = Fixed(check_mode(value)) if isinstance(value, str) or not hasattr(value, "mode") else value
         if policy == Fixed("streams"):
-            self._modes.check(self.decode_cores)
+            self._modes.division(self.decode_cores)
         with self._lock:
             self._modes.policy = policy
 
@@ -282,7 +282,7 @@ class Engine:
     def decode_cores(self, value: int | None) -> None:
         checked = EngineConfig(decode_cores=value).decode_cores
         if checked is not None:
-            self._modes.check(checked)
+            self._modes.division(checked)
         with self._lock:
             self._modes.decode_cores = checked
 

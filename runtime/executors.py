@@ -77,6 +77,9 @@ class Executor(Protocol):
         """Returns when no part of any cursor is being started, and until the next ``run`` none is. What the caller's
         stream is given next comes behind those that were."""
 
+    def leave(self) -> None:
+        """Settles, and lets go of threads that would hold up others, as another executor goes on."""
+
 
 class Inline:
     """On the caller's thread and all its cores: the batch, then a slice of the prefill."""
@@ -124,6 +127,9 @@ class Inline:
 
     def settle(self) -> None:
         """Nothing runs between two calls of ``run``."""
+
+    def leave(self) -> None:
+        """See ``Executor``. The threads are the caller's, and whoever goes on elsewhere sees to them."""
 
 
 class Streams:
@@ -192,6 +198,11 @@ class Streams:
             wait([self._under_way])
             self._under_way = self._cursor = None
             self._whole.wait(self._prefill.record())
+
+    def leave(self) -> None:
+        """See ``Executor``."""
+        self.settle()
+        self._move(to_lanes=False)
 
     def _move(self, *, to_lanes: bool) -> None:
         """Lets go of the OpenMP threads of where nothing is computed from now on, see ``teams``."""

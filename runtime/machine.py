@@ -105,8 +105,9 @@ class Cores:
         cores = available_cores()[: torch.get_num_threads()]
         if len(cores) < 2:
             raise ValueError(
-                "multiplex='streams' needs two cores or more, one for decodes and one for prefill; this process may "
-                f"use {len(available_cores())} and torch {torch.get_num_threads()} thread(s). Use 'layers' or 'off'."
+                "multiplex='streams', which decode_cores is for, needs two cores or more, one for decodes and one for "
+                f"prefill; this process may use {len(available_cores())} and torch {torch.get_num_threads()} threads; "
+                "use 'layers' or 'off'"
             )
         return [CoreDivision(tuple(cores[:count]), tuple(cores[count:])) for count in range(1, len(cores))]
 

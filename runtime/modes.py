@@ -64,7 +64,7 @@ class Modes:
         Raises:
             ValueError: there is but one core.
         """
-        self.settle()
+        self._drop_streams()  # its threads would be in the way
         self.contention = measure(self._runner, candidates(self.divisions()), self._clock, self.machine)
         return self.contention
 
@@ -78,15 +78,15 @@ class Modes:
             self._divisions = self.machine.divisions()
         return self._divisions
 
-    def check(self, decode_cores: int | None) -> None:
-        """Whether prefill and decode can have cores of their own, so many of them for the decodes (None: any number).
+    def division(self, decode_cores: int | None) -> Division:
+        """The division with so many cores for the decodes; for None as measured, else the one with the fewest.
 
         Raises:
             ValueError: there is but one core, or none would be left for the prefill.
         """
-        every = self.divisions()
-        if decode_cores is not None:
-            division_of(decode_cores, every)
+        if decode_cores is None and self.contention is not None:
+            return self.contention.best.division
+        return division_of(decode_cores, self.divisions())
 
     def choose(self, view: StepView) -> Mode:
         """The mode of the next step.
@@ -101,7 +101,7 @@ class Modes:
         parts, so that this one can go on with it."""
         wanted: Executor = self._streams_executor() if mode == "streams" else self._inline
         if wanted is not self._current:
-            self._current.settle()
+            self._current.leave()
             self._current = wanted
         return wanted
 
@@ -114,12 +114,14 @@ class Modes:
         self._current.settle()
 
     def _streams_executor(self) -> Streams:
-        wanted = self.decode_cores
-        if wanted is None:
-            wanted = 1 if self.contention is None else self.contention.best.division.decode_units
-        division = division_of(wanted, self.divisions())
+        division = self.division(self.decode_cores)
         if self._streams is None or self._streams.division != division:
-            if self._streams is not None:
-                self._streams.settle()
+            self._drop_streams()
             self._streams = Streams(self._runner, division, self._spans, self._clock, self.machine)
         return self._streams
+
+    def _drop_streams(self) -> None:
+        if self._streams is not None:
+            self._streams.leave()
+            self._streams = None
+            self._current = self._inline

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol
 
-from chunkc.runtime.machine import CORES, Division
+from chunkc.config import MULTIPLEX, Multiplex
+from chunkc.runtime.machine import Division
 
 if TYPE_CHECKING:
     from chunkc.runtime.contention import Contention
 
-Mode = Literal["off", "layers", "streams"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+Mode = Multiplex
+MODES = MULTIPLEX
 
 
 @dataclass(frozen=True)
@@ -72,24 +73,16 @@ def check_mode(mode: object) -> Mode:
     return mode  # type: ignore[return-value]
 
 
-def division_of(decode_cores: int, every: Sequence[Division]) -> Division:
-    """The division, out of ``Machine.divisions``, with so many cores for the decodes, or the next larger number.
+def division_of(decode_cores: int | None, every: Sequence[Division]) -> Division:
+    """The division, out of ``Machine.divisions``, with so many cores for the decodes, or the next larger number; for
+    None, the one with the fewest.
 
     Raises:
         ValueError: that leaves none for the prefill.
     """
     most = every[-1].decode_units
+    if decode_cores is None:
+        return every[0]
     if not 1 <= decode_cores <= most:
         raise ValueError(f"decode_cores={decode_cores}: must be 1 to {most}, so that the prefill has a core, too")
     return next(division for division in every if division.decode_units >= decode_cores)
-
-
-def check_cores(decode_cores: int | None) -> None:
-    """Whether this process's cores can be divided, so many of them for the decodes (None: any number).
-
-    Raises:
-        ValueError: there is but one core, or none would be left for the prefill.
-    """
-    every = CORES.divisions()
-    if decode_cores is not None:
-        division_of(decode_cores, every)

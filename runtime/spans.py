@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,10 +40,12 @@ class SpanLog:
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._lock = threading.Lock()  # a copy must not meet a span that is being added
 
     def add(self, span: Span) -> None:
         """Notes a span."""
-        self._spans.append(span)
+        with self._lock:
+            self._spans.append(span)
 
     @contextmanager
     def of_prefill(self, lane: str, cursor: PrefillCursor, clock: Callable[[], float]) -> Iterator[None]:
@@ -56,8 +59,10 @@ class SpanLog:
 
     def all(self) -> tuple[Span, ...]:
         """The spans so far."""
-        return tuple(self._spans)
+        with self._lock:
+            return tuple(self._spans)
 
     def clear(self) -> None:
         """Forgets them."""
-        self._spans.clear()
+        with self._lock:
+            self._spans.clear()

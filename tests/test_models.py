@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chunkc import models
+from chunkc.gguf_reading import read_once
 from chunkc.models import ModelLoadError, load, locate
 
 
@@ -137,3 +140,16 @@ def test_a_hub_that_cannot_be_reached_is_told_with_a_way_out(monkeypatch):
     with pytest.raises(ModelLoadError, match=r"from owner/name \(We cannot connect\).*SmolLM2") as error:
         load("owner/name")
     assert "\n" not in str(error.value)
+
+
+def test_threads_that_read_gguf_files_at_once_leave_the_package_as_it_was():
+    gguf = pytest.importorskip("gguf")
+    before = gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map
+
+    def read(number: int) -> None:
+        with read_once():
+            time.sleep(0.02 * number)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(read, (1, 2, 3)))
+    assert (gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map) == before

@@ -21,7 +21,7 @@ def check(path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ChunkcError("--plot needs matplotlib: pip install matplotlib") from error
+        raise ChunkcError("--plot needs matplotlib: pip install matplotlib (or chunkc[plot])") from error
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in formats:
         raise ChunkcError(f"cannot draw {path}: its name must end in one of .{', .'.join(sorted(formats))}")

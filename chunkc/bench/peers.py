@@ -27,6 +27,7 @@ from tabulate import tabulate
 from chunkc.bench.progress import stage
 from chunkc.bench.quiet import wait_until_quiet
 from chunkc.bench.workload import load_workloads
+from chunkc.config import MULTIPLEX
 from chunkc.errors import ChunkcError
 from chunkc.models import DEFAULT_MODEL, DTYPES
 
@@ -50,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="what chunkc loads (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=DTYPES, help="(default: float32)")
     parser.add_argument("--budget", type=int, default=512, metavar="N", help="token budget (default: %(default)s)")
-    parser.add_argument(
-        "--multiplex", default="off", choices=("off", "layers", "streams"), help="ours only (default: %(default)s)"
-    )
+    parser.add_argument("--multiplex", default="off", choices=MULTIPLEX, help="ours only (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--quiet", type=float, default=240, metavar="S", help="longest wait for a quiet machine (default: %(default)s)"

@@ -22,6 +22,7 @@ from chunkc.bench.files import opened
 from chunkc.bench.metrics import measure
 from chunkc.bench.progress import stage
 from chunkc.bench.workload import Workload, builtin_workload, load_workloads
+from chunkc.config import MULTIPLEX
 from chunkc.errors import ChunkcError
 from chunkc.models import DEFAULT_MODEL, DTYPES, load
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--multiplex",
         nargs="+",
-        choices=("off", "layers", "streams"),
+        choices=MULTIPLEX,
         default=["off"],
         help="how prefill and decode share the machine; a row for each, at every budget but 'whole' (default: off)",
     )

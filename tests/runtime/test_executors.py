@@ -7,6 +7,7 @@ import threading
 import pytest
 from test_cursor import World, walk
 
+from chunkc.runtime import executors
 from chunkc.runtime.batch import Chunk, pack
 from chunkc.runtime.executors import Inline, Streams
 from chunkc.runtime.lanes import available_cores
@@ -174,3 +175,20 @@ def test_an_error_of_the_batch_is_raised_and_the_prefill_goes_on(two_cores):
 def test_a_division_gives_both_cores_that_are_not_shared(division):
     with pytest.raises(ValueError, match="disjoint"):
         CoreDivision(*division)
+
+
+def test_who_leaves_lets_go_of_the_lanes_threads(two_cores, monkeypatch):
+    """On more cores than here: a lane with threads of its own would hold up whoever computes elsewhere."""
+    released = []
+    monkeypatch.setattr(executors, "release_team", lambda: released.append(threading.current_thread().name))
+    world = Mixed()
+    streams, cursor = world.streams(), world.apart("tokens", None)
+    streams._decode.threads = streams._prefill.threads = 2
+    streams.run(world.batch, keep, cursor, 1.0)
+    assert released == [threading.current_thread().name], "the caller's, as the lanes go on"
+    streams.leave()
+    assert sorted(released[1:]) == ["chunkc decode", "chunkc prefill"]
+    streams.leave()
+    assert len(released) == 3
+    walk(cursor)
+    assert cursor.error is None

@@ -280,6 +280,25 @@ def test_an_error_around_a_prefill_without_decodes_ends_its_requests(mode, monke
     assert engine.pool.num_used == 0
 
 
+def test_a_measurement_is_not_disturbed_by_the_lanes_there_are():
+    """Their OpenMP threads would have all others sleep."""
+    engine = engine_with("streams", budget=4)
+    engine.add_request(prompt(3), greedy(60))
+    name = engine.add_request(prompt(60, 1), greedy(3))
+    engine.step()
+    engine.step()
+    before = [thread for thread in threading.enumerate() if thread.name in ("chunkc decode", "chunkc prefill")]
+    lanes = engine._modes._streams._decode, engine._modes._streams._prefill
+    engine.calibrate()
+    assert engine._modes._streams is None and all(lane.stopping.is_set() is False for lane in lanes)
+    del lanes
+    for thread in before[-2:]:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    run_out(engine)  # the prompt under way goes on in new ones
+    assert served(engine, name) == toy_generate(prompt(60, 1), greedy(3))
+
+
 def test_what_was_measured_is_shown_and_gone_by():
     engine = engine_with("streams")
     assert "not measured" in engine.explain()
@@ -299,8 +318,9 @@ def test_bad_modes_and_divisions_are_refused(monkeypatch):
     for bad in ("fast", None, 3):
         with pytest.raises(ValueError, match="'off', 'layers', 'streams'"):
             engine.multiplex = bad
-    with pytest.raises(ValueError, match="decode_cores=2: must be 1 to 1"):
-        engine_with("streams", decode_cores=2)
+    for mode in MODES:  # also where it waits for another mode
+        with pytest.raises(ValueError, match="decode_cores=2: must be 1 to 1"):
+            engine_with(mode, decode_cores=2)
     monkeypatch.setattr(machine, "available_cores", lambda: [0])
     with pytest.raises(ValueError, match="needs two cores"):
         engine_with("streams")
