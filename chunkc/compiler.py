@@ -73,7 +73,8 @@ def compile(
         max_requests: requests in progress at a time; more wait.
         multiplex: how prefill and decode share the machine: "off", in one batch; "layers", in turns, the decodes
             through all layers and then the prompts through a few of them; "streams", at the same time, on cores of
-            their own. Can be changed while serving (``engine.multiplex``).
+            their own (the budget is then the size of a prompt's pieces). Can be changed while serving
+            (``engine.multiplex``).
         decode_cores: with "streams", cores for the decodes; the others are for the prefill. None measures what the two
             cost each other (some seconds) and goes by that.
         verify: "on" compares the compiled graph's logits with the model's before handing out the engine.
