@@ -68,6 +68,7 @@ def test_each_dependency_is_pinned_once_to_a_version_it_allows(python):
     for requirement in dependencies():
         if canonicalize_name(requirement.name) == "triton":
             continue  # builds of torch demand their own
+        assert canonicalize_name(requirement.name) in versions, f"{requirement} is not pinned in constraints.txt"
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), str(requirement)
 
 
