@@ -18,6 +18,7 @@ from chunkc.passes.core import core_passes
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.passes.split_layers import SplitLayers
+from chunkc.passes.widen_logits import WidenLogits
 from chunkc.prepared import Prepared
 from chunkc.program import LoweredGraph
 
@@ -38,12 +39,12 @@ class Ready:
 
 
 def prepare(model: nn.Module) -> Ready:
-    """The model after all passes but the one that packs linears for the CPU; op by op, still on the CPU.
+    """The model after all passes but those that pack linears for the CPU and go by that; op by op, still on the CPU.
 
     Raises:
         UnsupportedModelError: see ``chunkc.rewrite``.
     """
-    passes = [each for each in core_passes() if not isinstance(each, (PackLinears, SplitLayers))]
+    passes = [each for each in core_passes() if not isinstance(each, (PackLinears, WidenLogits, SplitLayers))]
     pipeline = PassPipeline([*passes, _SplitPlain()])
     work = preparation.from_scratch(model, passes=pipeline, dump=None, mode="eager")
     return Ready(work.prepared, work.lowered())

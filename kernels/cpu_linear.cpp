@@ -1,4 +1,5 @@
-// chunkc::packed_linear on CPU: x [..., K] times a packed weight [N, K] transposed, plus bias [N].
+// chunkc::packed_linear on CPU: x [..., K] times a packed weight [N, K] transposed, plus bias [N], in x's dtype or in
+// float32.
 //
 // Own kernels serve float32 where there is AVX512, and bfloat16 where there are its dot products but no matrix
 // registers (AMX), which oneDNN uses and we do not. oneDNN serves the rest.
@@ -74,7 +75,8 @@ int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed) {
 }
 
 #if defined(CHUNKC_AVX512)
-at::Tensor multiply_by_own(const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias) {
+at::Tensor multiply_by_own(
+    const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype) {
   // rows at any distance, as long as it is one distance
   const int64_t num_rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
   at::Tensor rows = x;
@@ -85,7 +87,7 @@ at::Tensor multiply_by_own(const at::Tensor& x, const Weight& weight, const std:
   const at::Tensor added = bias ? bias->contiguous() : at::Tensor();
   at::DimVector shape(x.sizes());
   shape.back() = weight.out_features;
-  const at::Tensor out = at::detail::empty_cpu(shape, x.options());
+  const at::Tensor out = at::detail::empty_cpu(shape, x.options().dtype(out_dtype));
   with_type(weight.dtype, [&](auto zero) {
     using T = decltype(zero);
     Product<T> p;
@@ -95,7 +97,8 @@ at::Tensor multiply_by_own(const at::Tensor& x, const Weight& weight, const std:
     p.layout = Layout::of<T>(weight.in_features, weight.out_features);
     p.weight = weight.memory.data();
     p.bias = bias ? added.const_data_ptr<T>() : nullptr;
-    p.out = out.data_ptr<T>();
+    p.out = out.mutable_data_ptr();
+    p.wide = out_dtype != x.scalar_type();
     if (out.numel() > 0)
       multiply(p);
   });
@@ -144,7 +147,9 @@ at::Tensor packed_rows(const at::Tensor& numbers, const at::Tensor& handle, int6
 }
 
 at::Tensor packed_linear(
-    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features) {
+    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features,
+    std::optional<at::ScalarType> wanted) {
+  const at::ScalarType out_dtype = wanted.value_or(x.scalar_type());
   const int64_t number = number_of(handle);
   const auto borrowed = registry().find(number);
   const Weight& weight = present(borrowed.get(), number);
@@ -157,11 +162,14 @@ at::Tensor packed_linear(
       "packed_linear: x and bias must have the weight's dtype, ", weight.dtype);
   TORCH_CHECK_VALUE(
       !bias || (bias->dim() == 1 && bias->size(0) == out_features), "packed_linear: bias must be [N]");
+  TORCH_CHECK_TYPE(
+      out_dtype == x.scalar_type() || out_dtype == at::kFloat, "packed_linear: results are ", x.scalar_type(),
+      " as x is, or float32, not ", out_dtype);
 #if defined(CHUNKC_AVX512)
   if (!weight.opaque.defined())
-    return multiply_by_own(x, weight, bias);
+    return multiply_by_own(x, weight, bias, out_dtype);
 #endif
-  return onednn.multiply(x, weight.opaque, bias);
+  return onednn.multiply(x, weight.opaque, bias).to(out_dtype);
 }
 
 int64_t boxed_pack_linear_weight(const Handle& weight, bool own, bool consumed) {
@@ -169,8 +177,9 @@ int64_t boxed_pack_linear_weight(const Handle& weight, bool own, bool consumed) 
 }
 
 Handle boxed_packed_linear(
-    const Handle& x, const Handle& handle, const std::optional<Handle>& bias, int64_t out_features) {
-  return handle_of(packed_linear(tensor_of(x), tensor_of(handle), tensor_of(bias), out_features));
+    const Handle& x, const Handle& handle, const std::optional<Handle>& bias, int64_t out_features,
+    std::optional<at::ScalarType> out_dtype) {
+  return handle_of(packed_linear(tensor_of(x), tensor_of(handle), tensor_of(bias), out_features, out_dtype));
 }
 
 Handle boxed_packed_rows(const Handle& numbers, const Handle& handle, int64_t in_features, at::ScalarType dtype) {

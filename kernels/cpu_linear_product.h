@@ -15,7 +15,8 @@ struct Product {
   Layout layout;
   const char* weight;
   const T* bias;  // [N] or nullptr
-  T* out;  // [M, N], contiguous
+  void* out;  // [M, N], contiguous: T, or float32 where
+  bool wide;
 };
 
 // The i-th of `parts` about equal parts of 0 .. n - 1 begins here.
@@ -70,7 +71,7 @@ void multiply_block(const Product<T>& p, int64_t first, int64_t rows, int64_t pa
       tile.weight = p.weight + layout.offset(panel) + step * width * kStepBytes;
       tile.half_step = is_last && layout.in_features % kPerStep<T> != 0;
       tile.steps = steps - tile.half_step;
-      tile.columns = int(columns), tile.rounded = is_last;
+      tile.columns = int(is_last ? columns : width), tile.rounded = is_last && !p.wide;
       tile.start_stride = chunk == 0 ? 0 : kPanelColumns;
       tile.out_stride = is_last ? layout.out_features : kPanelColumns;
       // One tile reads the weight at the memory's pace, and asks for what it needs next. Of several, which take
@@ -81,8 +82,10 @@ void multiply_block(const Product<T>& p, int64_t first, int64_t rows, int64_t pa
         const int64_t r = part_begin(rows, tiles, t), count = part_begin(rows, tiles, t + 1) - r;
         tile.x = reinterpret_cast<const char*>(p.x + (first + r) * p.x_stride) + step * kStepBytes;
         tile.start = chunk == 0 ? bias : sums + r * kPanelColumns;
-        tile.out = is_last ? static_cast<void*>(p.out + (first + r) * layout.out_features + panel * kPanelColumns)
-                           : static_cast<void*>(sums + r * kPanelColumns);
+        const int64_t at = (first + r) * layout.out_features + panel * kPanelColumns;
+        tile.out = !is_last ? static_cast<void*>(sums + r * kPanelColumns)
+            : p.wide        ? static_cast<void*>(static_cast<float*>(p.out) + at)
+                            : static_cast<void*>(static_cast<T*>(p.out) + at);
         const bool asks = tiles == 1 || (!is_end && t < askers);
         tile.ahead = tile.weight + (!asks ? 0 : tiles == 1 ? kAhead : bytes + bytes / askers * t);
         tile.ahead_step = asks ? width * kStepBytes / askers : 0;

@@ -32,7 +32,7 @@ struct Tile {
   bool half_step;  // one more element of x follows: the number of bfloat16 in a row is odd
   const float* start;  // what the sums start from: bias, or the sums over earlier steps
   int64_t start_stride;
-  void* out;  // T where rounded, else float
+  void* out;  // T where rounded, else float32
   int64_t out_stride;  // elements
   int columns;  // of out; the others are padding
   bool rounded;
@@ -128,7 +128,7 @@ void multiply_tile(const Tile& tile) {
       if (tile.rounded)
         store_columns(static_cast<T*>(tile.out) + at, sums[r][v], tile.columns - v * kLanes);
       else
-        _mm512_storeu_ps(static_cast<float*>(tile.out) + at, sums[r][v]);
+        store_columns(static_cast<float*>(tile.out) + at, sums[r][v], tile.columns - v * kLanes);
     }
   }
 }

@@ -164,13 +164,27 @@ def _load(path: str) -> ctypes.CDLL:
     return library
 
 
-def packed_linear(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
-    """x [..., K] times the packed weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
+def packed_linear(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [..., K] times the packed weight [N, K] transposed, plus bias [N] -> [..., N].
+
+    Args:
+        x, bias: of the weight's dtype.
+        handle: the weight's.
+        out_features: N.
+        out_dtype: that of the result: x's (None), or float32, in which products are summed: then none is rounded, where
+            own kernels serve. oneDNN's are rounded to x's dtype.
 
     Raises:
         RuntimeError: the handle's weight is gone.
     """
-    return torch.ops.mkldnn._linear_pointwise(x, _found(handle), bias, "none", [], "")
+    result = torch.ops.mkldnn._linear_pointwise(x, _found(handle), bias, "none", [], "")
+    return result if out_dtype is None else result.to(out_dtype)
 
 
 def packed_rows(numbers: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -192,8 +206,14 @@ def _found(handle: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _shape(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+def _shape(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype or x.dtype)
 
 
 def _rows_shape(numbers: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +222,7 @@ def _rows_shape(numbers: torch.Tensor, handle: torch.Tensor, in_features: int, d
 
 _operators = torch.library.Library("chunkc", "FRAGMENT")
 _operators.define(
-    "packed_linear(Tensor x, Tensor handle, Tensor? bias, int out_features) -> Tensor",
+    "packed_linear(Tensor x, Tensor handle, Tensor? bias, int out_features, ScalarType? out_dtype=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _operators.define(

@@ -12,6 +12,7 @@ from chunkc.passes.prove_token_parallel import ProveTokenParallel
 from chunkc.passes.ragged_tokens import RaggedTokens
 from chunkc.passes.recognize_attention import RecognizeAttention
 from chunkc.passes.split_layers import SplitLayers
+from chunkc.passes.widen_logits import WidenLogits
 
 
 def core_passes() -> list[GraphPass]:
@@ -25,5 +26,6 @@ def core_passes() -> list[GraphPass]:
         PageAttention(),
         GatherLogits(),
         PackLinears(),
+        WidenLogits(),
         SplitLayers(),
     ]

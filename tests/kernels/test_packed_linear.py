@@ -19,14 +19,25 @@ SIZES = st.one_of(st.integers(1, 130), st.sampled_from([15, 16, 17, 47, 48, 49, 
 ROWS = st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 260]))
 
 
-def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Each element is as near to the exact one as its sum of products, of which each is rounded, lets it be."""
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    result: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    precision: torch.dtype | None = None,
+) -> None:
+    """Each element is as near to the exact one as its sum of products, of which each is rounded, lets it be.
+
+    The result is of ``dtype`` and rounded to ``precision``, both x's where not given.
+    """
+    dtype, precision = dtype or x.dtype, precision or x.dtype
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     terms = torch.nn.functional.linear(x.double().abs(), weight.double().abs())
     if bias is not None:
         terms += bias.double().abs()
-    assert result.shape == exact.shape and result.dtype == x.dtype and result.is_contiguous()
-    bound = terms * 2.0**-24 * (x.shape[-1] + 2) + exact.abs() * torch.finfo(x.dtype).eps
+    assert result.shape == exact.shape and result.dtype == dtype and result.is_contiguous()
+    bound = terms * 2.0**-24 * (x.shape[-1] + 2) + exact.abs() * torch.finfo(precision).eps
     assert ((result.double() - exact).abs() <= bound + 1e-30).all()
 
 
@@ -39,11 +50,12 @@ def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, resu
     layout=st.sampled_from(["[M, K]", "[K]", "[1, M, K]", "rows apart", "columns apart", "transposed", "[M, 2, K]"]),
     weight_is_transposed=st.booleans(),
     dtype=st.sampled_from(DTYPES),
+    wide=st.booleans(),
     threads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_product(
-    own, rows, out_features, in_features, with_bias, layout, weight_is_transposed, dtype, threads, seed
+    own, rows, out_features, in_features, with_bias, layout, weight_is_transposed, dtype, wide, threads, seed
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -66,7 +78,12 @@ def test_equals_the_product(
     bias = randn(out_features) if with_bias else None
     torch.set_num_threads(threads)
     packed = PackedWeight(weight, own=own)
-    check(x, weight, bias, packed_linear(x, packed.handle, bias, out_features))
+    if wide:  # not rounded where the sums are ours
+        precision = torch.float32 if own and active_body(dtype) == "own" else dtype
+        result = packed_linear(x, packed.handle, bias, out_features, torch.float32)
+        check(x, weight, bias, result, torch.float32, precision)
+    else:
+        check(x, weight, bias, packed_linear(x, packed.handle, bias, out_features))
 
 
 @BODIES
@@ -78,6 +95,8 @@ def test_more_steps_than_a_chunk_holds(own, dtype, threads, rows):
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 9001), (70, 9001), (70,)))
     packed = PackedWeight(weight, own=own)
     check(x, weight, bias, packed_linear(x, packed.handle, bias, 70))
+    precision = torch.float32 if own and active_body(dtype) == "own" else dtype
+    check(x, weight, bias, packed_linear(x, packed.handle, bias, 70, torch.float32), torch.float32, precision)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,6 +151,13 @@ def test_what_does_not_fit_is_an_error(x, bias, out_features, error):
         packed_linear(x, packed.handle, bias, out_features)
 
 
+def test_a_result_is_of_its_inputs_dtype_or_float32():
+    packed = PackedWeight(torch.randn(6, 5))
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        with pytest.raises(TypeError, match="packed_linear: results are"):
+            packed_linear(torch.zeros(2, 5), packed.handle, None, 6, dtype)
+
+
 def test_what_is_no_handle_is_an_error():
     for number in (-1, 10**6, 2**40):
         with pytest.raises(RuntimeError, match="never the handle"):
@@ -143,7 +169,9 @@ def test_what_is_no_handle_is_an_error():
 @BODIES
 def test_opcheck(own):
     packed = PackedWeight(torch.randn(6, 5), own=own)
-    torch.library.opcheck(torch.ops.chunkc.packed_linear.default, (torch.randn(3, 5), packed.handle, None, 6))
+    arguments = (torch.randn(3, 5), packed.handle, None, 6)
+    for more in ((), (torch.float32,)):
+        torch.library.opcheck(torch.ops.chunkc.packed_linear.default, (*arguments, *more))
 
 
 @BODIES
