@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 
 from chunkc.errors import CapacityError
+from chunkc.runtime.control_groups import memory_left
 
 #: part of the memory that is free now which the cache may take where the user says nothing
 DEFAULT_SHARE = 0.3
@@ -49,16 +48,6 @@ def choose_num_pages(
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: what the machine has free, within its control group's limit."""
-    available = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            available = min(available, max(0, int(limit) - int(used)))
-    return available
+    """Bytes this process may still take: what the machine has free, within its control groups' limits."""
+    available, left = psutil.virtual_memory().available, memory_left()
+    return available if left is None else min(available, left)

@@ -26,13 +26,6 @@ Result = TypeVar("Result")
 _Work = tuple[Callable[[], Any], "Future[Any]"]
 
 
-def available_cores() -> list[int]:
-    """The cores this process may use, ascending."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 class Worker(Immediate):
     """A thread that does one piece of work after another.
 

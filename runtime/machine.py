@@ -11,8 +11,9 @@ import torch
 
 from chunkc.passes.page_attention import AttentionLayer
 from chunkc.runtime.fences import Immediate, Stream
-from chunkc.runtime.lanes import Lane, Worker, available_cores
+from chunkc.runtime.lanes import Lane, Worker
 from chunkc.runtime.step_inputs import HostInputs, StepInputs
+from chunkc.runtime.thread_limits import available_cores, warn_of_binding
 
 
 class Division(Protocol):
@@ -112,7 +113,8 @@ class Cores:
         return [CoreDivision(tuple(cores[:count]), tuple(cores[count:])) for count in range(1, len(cores))]
 
     def lanes(self, division: CoreDivision) -> tuple[Worker, Worker]:
-        """See ``Machine``."""
+        """See ``Machine``. Warns where OpenMP's settings bind threads elsewhere."""
+        warn_of_binding()
         return Lane("decode", division.decode), Lane("prefill", division.prefill)
 
     def inputs(self, layers: Sequence[AttentionLayer], page_size: int) -> StepInputs:

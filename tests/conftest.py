@@ -18,7 +18,7 @@ def two_cores() -> Iterator[None]:
     """Two threads for torch, so that prefill and decode can have a core each. Skips where there is one core."""
     import torch
 
-    from chunkc.runtime.lanes import available_cores
+    from chunkc.runtime.thread_limits import available_cores
 
     if len(available_cores()) < 2:
         pytest.skip("needs two cores")

@@ -10,9 +10,9 @@ from test_cursor import World, walk
 from chunkc.runtime import executors
 from chunkc.runtime.batch import Chunk, pack
 from chunkc.runtime.executors import Inline, Streams
-from chunkc.runtime.lanes import available_cores
 from chunkc.runtime.machine import CoreDivision
 from chunkc.runtime.spans import SpanLog
+from chunkc.runtime.thread_limits import available_cores
 
 SECONDS = 20  # far more than any of this takes
 

@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 
-from chunkc.runtime.lanes import Lane, available_cores
+from chunkc.runtime.lanes import Lane
+from chunkc.runtime.thread_limits import available_cores
 
 
 @pytest.fixture
