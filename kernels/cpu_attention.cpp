@@ -57,8 +57,22 @@ void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_
   std::atomic<int64_t> next{0};
   in_parallel(threads, [&](int64_t) {
     thread_local Workspace workspace;
-    for (int64_t i = next++; i < num_tasks; i = next++)
-      body.run(tasks[i], workspace);
+    const auto take = [&]() -> const Task* {
+      const int64_t i = next++;
+      if (i >= num_tasks)
+        return nullptr;
+      body.check(tasks[i]);
+      return tasks + i;
+    };
+    // A task ahead, so that its keys can be asked for; not near the end, where another thread would wait for it.
+    const Task *before = nullptr, *task = take();
+    while (task) {
+      const bool ahead = Body<T>::has_few_rows(*task) && next.load() + 2 * threads <= num_tasks;
+      const Task* after = ahead ? take() : nullptr;
+      body.run(*task, workspace, before, after);
+      before = after ? task : nullptr;
+      task = after ? after : take();
+    }
   });
 }
 

@@ -4,7 +4,8 @@
 //   * Scores are dot products along the rows of keys. The sums across lanes are done for kLanes keys at a time.
 //   * Where bfloat16 are multiplied in pairs the weights are rounded to bfloat16, as in a prefill (see there), and two
 //     values are multiplied at a time.
-//   * While the keys of a tile are scored the next tile's keys are fetched ahead, and so with the values.
+//   * While the keys of a tile are scored the next tile's keys are fetched ahead, and so with the values; the next
+//     tile of a task's last one is the first of the task that the thread does next.
 #pragma once
 
 #include "cpu_call.h"
@@ -180,12 +181,13 @@ inline float finish_row(
 template <typename T>
 class FewRows {
  public:
-  // Leaves the task's sums in the workspace. `query(r)` is the pointer to a row's query.
+  // Leaves the task's sums in the workspace. `query(r)` is the pointer to a row's query. The first tile may have been
+  // `fetched`, as the one of `after` (or nullptr) is then.
   template <typename Query>
   static void attend(
-      const Call& call, const Task& task, const PagedRows<T>& keys, const PagedRows<T>& values, const Query& query,
-      Workspace& ws) {
-    FewRows(call, task, ws).run(keys, values, query);
+      const Call& call, const Task& task, const TaskRows<T>& at, const Query& query, Workspace& ws, bool fetched,
+      const TaskRows<T>* after) {
+    FewRows(call, task, ws).run(at, query, fetched, after);
   }
 
  private:
@@ -193,8 +195,14 @@ class FewRows {
       : call_(call), task_(task), ws_(ws), rows_(task.row_end - task.row_begin) {}
 
   template <typename Query>
-  void run(const PagedRows<T>& keys, const PagedRows<T>& values, const Query& query) {
+  void run(const TaskRows<T>& at, const Query& query, bool fetched, const TaskRows<T>* after) {
+    const PagedRows<T>&keys = at.keys, &values = at.values;
     const int64_t qk = round_up(keys.dim, kChunk), vd = round_up(values.dim, kChunk);
+    const T** pointers = reinterpret_cast<const T**>(ws_.rows.reserve(4 * kTile));
+    Tile tile{pointers, pointers + kTile}, upcoming{pointers + 2 * kTile, pointers + 3 * kTile};
+    tile.find(at, at.begin);
+    if (!fetched)
+      tile.fetch(keys.dim, values.dim);
     T* queries = reinterpret_cast<T*>(ws_.raw_queries.reserve(rows_ * qk * sizeof(T)));
     for (int64_t r = 0; r < rows_; ++r) {
       std::copy_n(query(r), keys.dim, queries + r * qk);
@@ -211,14 +219,12 @@ class FewRows {
     const int64_t all_see_from = *std::max_element(ws_.first_key.data(), ws_.first_key.data() + rows_);
     const int64_t all_see_to = *std::min_element(ws_.last_key.data(), ws_.last_key.data() + rows_);
 
-    const T** pointers = reinterpret_cast<const T**>(ws_.rows.reserve(4 * kTile));
-    Tile tile{pointers, pointers + kTile}, upcoming{pointers + 2 * kTile, pointers + 3 * kTile};
-    tile.find(keys, values, task_.kv_begin, task_.kv_end);
-    for (int64_t j = 0; j < tile.count; ++j)
-      prefetch_row(tile.values[j], values.dim);
-    for (int64_t begin = task_.kv_begin; begin < task_.kv_end; std::swap(tile, upcoming)) {
+    for (int64_t begin = at.begin; begin < at.end; std::swap(tile, upcoming)) {
       const int64_t next = begin + tile.count;
-      upcoming.find(keys, values, next, task_.kv_end);
+      if (next == at.end && after)
+        upcoming.find(*after, after->begin);
+      else
+        upcoming.find(at, next);
       by_row_blocks([&](auto rows, int64_t r) {
         const Ahead<T> ahead{tile.keys, tile.count, upcoming.keys, upcoming.count, keys.dim};
         score_keys<T, rows.value>(
@@ -246,13 +252,20 @@ class FewRows {
     const T **keys, **values;
     int64_t count = 0;
 
-    void find(const PagedRows<T>& all_keys, const PagedRows<T>& all_values, int64_t begin, int64_t end) {
-      count = std::min(kTile, end - begin);
+    void find(const TaskRows<T>& all, int64_t begin) {
+      count = std::min(kTile, all.end - begin);
       if (count <= 0)
         return;
-      all_keys.find(begin, count, keys);
-      all_values.find(begin, count, values);
+      all.keys.find(begin, count, keys);
+      all.values.find(begin, count, values);
       std::fill(keys + count, keys + round_up(count, kLanes), keys[count - 1]);
+    }
+
+    void fetch(int64_t qk_dim, int64_t v_dim) const {
+      for (int64_t j = 0; j < count; ++j)
+        prefetch_row(keys[j], qk_dim);
+      for (int64_t j = 0; j < count; ++j)
+        prefetch_row(values[j], v_dim);
     }
   };
 

@@ -12,22 +12,27 @@ class Body {
   Body(const Call& call, const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, at::Tensor& out)
       : call_(call), q_(q), k_pages_(k_pages), v_pages_(v_pages), out_(out) {}
 
-  void run(const Task& task, Workspace& ws) const {
-    check(task);
+  // Whether the task's keys and values are read at the memory's pace, so that what comes after it may be asked for.
+  static bool has_few_rows(const Task& task) { return task.row_end - task.row_begin <= kFewRows; }
+
+  // All tasks must have been checked. `before` and `after`, or nullptr, are what the same thread did last, with `task`
+  // as what comes after, and does next.
+  void run(const Task& task, Workspace& ws, const Task* before = nullptr, const Task* after = nullptr) const {
     const int64_t rows = task.row_end - task.row_begin;
     see_keys(task, rows, ws);
-    const PagedRows<T> keys(call_, k_pages_, task.request, task.kv_head, call_.qk_dim);
-    const PagedRows<T> values(call_, v_pages_, task.request, task.kv_head, call_.v_dim);
+    const TaskRows<T> at(call_, k_pages_, v_pages_, task);
     const auto query = [&](int64_t r) {
       const int64_t row = task.row_begin + r;
       return q_.at(call_.q_offsets[task.request] + row / call_.group, task.kv_head * call_.group + row % call_.group);
     };
     if (call_.alibi_slopes)
       set_slopes(task, rows, ws);
-    if (rows <= kFewRows)
-      FewRows<T>::attend(call_, task, keys, values, query, ws);
-    else
-      ManyRows<T>::attend(call_, task, keys, values, query, ws);
+    if (has_few_rows(task)) {
+      const TaskRows<T> later(call_, k_pages_, v_pages_, after ? *after : task);
+      FewRows<T>::attend(call_, task, at, query, ws, before && has_few_rows(*before), after ? &later : nullptr);
+    } else {
+      ManyRows<T>::attend(call_, task, at.keys, at.values, query, ws);
+    }
 
     const int64_t stride = ws.output_stride;
     if (task.partial < 0) {
@@ -46,16 +51,7 @@ class Body {
       merge(call_.merges[task.merge], ws);
   }
 
- private:
-  // Each row's slope in units of log2; 0 in the lanes of no row.
-  void set_slopes(const Task& task, int64_t rows, Workspace& ws) const {
-    const int64_t padded = round_up(rows, kLanes);
-    float* slopes = ws.slopes.reserve(padded);
-    std::fill_n(slopes, padded, 0.0f);
-    for (int64_t r = 0; r < rows; ++r)
-      slopes[r] = call_.alibi_slopes[task.kv_head * call_.group + (task.row_begin + r) % call_.group] * kLog2E;
-  }
-
+  // Throws where the task names what the batch does not have.
   void check(const Task& task) const {
     TORCH_CHECK_INDEX(
         task.request >= 0 && task.request < call_.num_requests && task.kv_head >= 0 &&
@@ -71,6 +67,16 @@ class Body {
         task.kv_begin >= 0 && task.kv_begin < task.kv_end &&
             task.kv_end <= std::min<int64_t>(call_.kv_lens[task.request], call_.page_table_stride * call_.page_size),
         "mixed_attention: a task names keys that request ", task.request, " does not have");
+  }
+
+ private:
+  // Each row's slope in units of log2; 0 in the lanes of no row.
+  void set_slopes(const Task& task, int64_t rows, Workspace& ws) const {
+    const int64_t padded = round_up(rows, kLanes);
+    float* slopes = ws.slopes.reserve(padded);
+    std::fill_n(slopes, padded, 0.0f);
+    for (int64_t r = 0; r < rows; ++r)
+      slopes[r] = call_.alibi_slopes[task.kv_head * call_.group + (task.row_begin + r) % call_.group] * kLog2E;
   }
 
   // Sets the range of keys that each row sees.
