@@ -35,7 +35,9 @@ from chunkc.runtime.engine import Engine
 from chunkc.runtime.machine import CORES
 from chunkc.runtime.multiplex import division_of
 from chunkc.runtime.runner import GraphRunner, bytes_per_page
+from chunkc.runtime.thread_limits import settle_threads
 
+_PROBE_PAGE_SIZE = 16
 #: neither torch.export nor Inductor can do two at once in a process
 _one_at_a_time = threading.Lock()
 
@@ -58,6 +60,9 @@ def compile(
     dump: str | Path | None = None,
 ) -> Engine:
     """Compile a causal LM into an engine that serves it with chunked prefill.
+
+    It computes on ``torch.get_num_threads()`` threads. Where those are torch's default and the process's control group
+    allows fewer, torch's number is lowered first, with a warning.
 
     Args:
         model: a HuggingFace causal LM, or a name, folder or GGUF file to load with its tokenizer. A model object is not
@@ -103,6 +108,7 @@ def compile(
         multiplex=multiplex,
         decode_cores=decode_cores,
     )
+    settle_threads()
     if multiplex == "streams" or decode_cores is not None:
         division_of(decode_cores, CORES.divisions())  # raises where there is none, before the work
     given = model
@@ -265,7 +271,9 @@ def _runner(graph: LoweredGraph, prepared: Prepared, page_size: int, num_pages: 
 def _verify(
     work: Preparation, graph: LoweredGraph, expected: check.Expected, page_size: int, reload: Callable[[], nn.Module]
 ) -> check.Verification:
-    """The check runs on pages of its own, so that its room does not depend on the size of the cache."""
+    """The check runs on pages of its own: its room does not depend on the size of the cache, and its short prompts lie
+    on several pages."""
+    page_size = min(page_size, _PROBE_PAGE_SIZE)
 
     def find_module(prompt: torch.Tensor, tolerance: float) -> str | None:
         if work.before_lowering is None:

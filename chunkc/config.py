@@ -16,7 +16,9 @@ from chunkc.errors import InvalidRequestError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BUDGET = 512
-DEFAULT_PAGE_SIZE = 16
+#: Long runs are read faster than short ones that lie anywhere (a decode step of 8 requests of 1500 tokens takes 21.7 ms
+#: with pages of 16 tokens, 18.8 ms with 128); half a page is lost for each request.
+DEFAULT_PAGE_SIZE = 128
 DEFAULT_MAX_REQUESTS = 256
 
 #: how prefill and decode share the machine; what each means is in ``runtime.multiplex``

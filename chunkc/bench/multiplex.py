@@ -121,10 +121,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace, wanted: Load) -> Any:
     import chunkc
+    from chunkc.config import DEFAULT_PAGE_SIZE
 
     with stage(f"Loading and compiling {args.model} in {args.dtype}"):
         model, _ = load(args.model, dtype=args.dtype)
-        pages = -(-needed_tokens(wanted, _STEPS) // 16) + wanted.decodes + 2
+        pages = needed_tokens(wanted, _STEPS) // DEFAULT_PAGE_SIZE + wanted.decodes + 3  # two prompts at a time
         engine = chunkc.compile(model, num_pages=pages)
     if args.streams:
         with stage("Measuring contention"):

@@ -67,12 +67,14 @@ def _rows(args: argparse.Namespace, dtype: str) -> list[list[str]]:
 
     import chunkc
     from chunkc.bench.kernels_rates import MachineRates
+    from chunkc.config import DEFAULT_PAGE_SIZE
 
     with stage(f"Loading and compiling {args.model} in {dtype}"):
         model, _ = load(args.model, dtype=dtype)
-        tokens = max(args.decodes, args.many) * (args.context + args.rounds * _STEPS + 16) + 2 * args.prompt
+        requests = max(args.decodes, args.many)
+        tokens = requests * (args.context + _STEPS + 4) + args.prompt + 2
         engine = chunkc.compile(
-            model, budget=None, num_pages=-(-tokens // 16) + args.many + 4, max_requests=args.many + 1
+            model, budget=None, num_pages=tokens // DEFAULT_PAGE_SIZE + requests + 1, max_requests=requests + 1
         )
         rates = MachineRates(quick=False)
     if args.quiet:

@@ -13,6 +13,7 @@ from chunkc.bench import multiplex
 from chunkc.bench.__main__ import main
 from chunkc.bench.multiplex import Row, at_latency, compare
 from chunkc.bench.multiplex_run import Load, Point, measure
+from chunkc.config import DEFAULT_PAGE_SIZE
 from chunkc.errors import ChunkcError
 from chunkc.runtime.engine import Engine
 
@@ -22,7 +23,7 @@ def toy(monkeypatch, two_cores):
     made = {}
 
     def compile_toy(model, *, num_pages):
-        made["engine"] = Engine(ToyRunner(num_pages, 16))
+        made["engine"] = Engine(ToyRunner(num_pages, DEFAULT_PAGE_SIZE))
         return made["engine"]
 
     monkeypatch.setattr(multiplex, "load", lambda name, dtype: (SimpleNamespace(), None))

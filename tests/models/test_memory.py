@@ -40,7 +40,7 @@ def resident(what):
 
 
 def serve(name):
-    engine = chunkc.compile(name, num_pages=64, max_requests=8)
+    engine = chunkc.compile(name, num_pages=64, page_size=16, max_requests=8)
     engine.generate([5, 6, 7] * 30, chunkc.SamplingParams(max_new_tokens=4, ignore_eos=True))
     return engine.explain()
 
