@@ -1,5 +1,5 @@
-// What this machine can do at most, for the benchmark to compare with: bytes read from memory per second, and
-// floating point operations per second in products of cached tiles. Called through ctypes.
+// What this machine can do at most, for the benchmark to compare with: bytes read from memory per second, in order or in
+// runs that lie anywhere, and floating point operations per second in products of cached tiles. Called through ctypes.
 //
 // The products are torch's brgemm where it has one, and the attention's own register tiles.
 
@@ -9,8 +9,11 @@
 
 #include <ATen/native/CPUBlas.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
+#include <numeric>
+#include <random>
 #include <vector>
 
 namespace chunkc {
@@ -32,6 +35,19 @@ int32_t read(const char* begin, const char* end) {
   }
   const VecInt all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
   return all[0];
+}
+
+// The same for runs of `size` bytes in a given order; the run after the next one is asked for meanwhile.
+int32_t read_runs(const char* data, const int64_t* order, int64_t count, int64_t size) {
+  int32_t seen = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const char *run = data + order[i] * size, *later = data + order[std::min(i + 2, count - 1)] * size;
+    for (int64_t at = 0; at < size; at += 256) {
+      prefetch_row(later + at, 256);
+      seen ^= read(run + at, run + at + 256);
+    }
+  }
+  return seen;
 }
 
 // Operations per second of `multiply(work)` on every thread, each with operands of its own.
@@ -94,6 +110,20 @@ extern "C" double chunkc_read_rate(const char* data, int64_t bytes, int64_t thre
     seen[t] = chunkc::read(data + t * share, data + (t + 1) * share);
   });
   return share * threads / (chunkc::seconds() - start);
+}
+
+// Bytes per second in runs of `size` bytes, a multiple of 256, in random order.
+extern "C" double chunkc_run_read_rate(const char* data, int64_t bytes, int64_t size, int64_t threads) {
+  const int64_t count = bytes / size / threads;
+  std::vector<int64_t> order(count * threads);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::minstd_rand(1));
+  std::vector<int32_t> seen(threads);
+  const double start = chunkc::seconds();
+  chunkc::in_parallel(threads, [&](int64_t t) {
+    seen[t] = chunkc::read_runs(data, order.data() + t * count, count, size);
+  });
+  return count * threads * size / (chunkc::seconds() - start);
 }
 
 // Operations per second of C [m][n] += A [m][k] B [k][n]; 0 where this torch or CPU has no brgemm.

@@ -16,6 +16,7 @@ from typing import Any
 
 from chunkc.bench.arguments import positive
 from chunkc.bench.progress import stage
+from chunkc.config import DEFAULT_PAGE_SIZE
 from chunkc.errors import ChunkcError
 
 DESCRIPTION = "the C++ attention on CPU: decode, prefill and mixed batches against the limits of the machine"
@@ -35,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", nargs="+", choices=SHAPES, default=None, help="query heads/key-value heads/dim (default: all)"
     )
     parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    parser.add_argument(
+        "--page-size",
+        type=positive,
+        default=DEFAULT_PAGE_SIZE,
+        metavar="N",
+        help="tokens in a page of the cache (default: %(default)s)",
+    )
     parser.add_argument("--small-pages", action="store_true", help="leave the cache on the system's 4 KiB pages")
     parser.add_argument("--no-torch", action="store_true", help="leave out SDPA and flex_attention")
 
@@ -51,6 +59,7 @@ class Row:
     calls: dict[str, Callable[[], object]]
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     limit: list[float] = field(default_factory=list)  # bytes or operations per second; seconds for a mixed batch
+    runs: list[float] = field(default_factory=list)  # of a decode: bytes per second in runs as long as a page's
 
     @property
     def kind(self) -> str:
@@ -69,6 +78,11 @@ class Row:
         if self.kind == "mixed":
             return [taken / ideal for taken, ideal in zip(ours, self.limit, strict=True)]
         return [self.work / taken / limit for taken, limit in zip(ours, self.limit, strict=True)]
+
+    @property
+    def run_bytes(self) -> int:
+        """A page's keys of one head, which lie in a row; in whole steps of the measurement."""
+        return max(256, self.inputs.page_size * self.inputs.shape.qk_dim * self.dtype.itemsize // 256 * 256)
 
     def ratio(self, other: str) -> float | None:
         """How many times longer another way takes."""
@@ -96,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
                     rows = list(_rows(args, shape_name, getattr(torch, dtype_name)))
                     products = _measure(rows, rates, args)
                 print(render(rows))
-                print(_footer(products, dtype_name), end="\n\n")
+                print(_footer(rows, products, dtype_name), end="\n\n")
     finally:
         torch.set_num_threads(before)
     print(LEGEND)
@@ -121,7 +135,7 @@ def _rows(args: argparse.Namespace, shape_name: str, dtype: Any) -> Iterator[Row
     shape = AttentionShape(q_heads, kv_heads, dim, dim)
     huge = not args.small_pages
     for batch in _batches(args.quick):
-        inputs = Inputs.make(batch, shape, dtype, huge)
+        inputs = Inputs.make(batch, shape, dtype, args.page_size, huge)
         others: dict[str, Callable[[], object]] = {}
         if not args.no_torch:
             others["SDPA"] = inputs.sdpa()
@@ -130,8 +144,10 @@ def _rows(args: argparse.Namespace, shape_name: str, dtype: Any) -> Iterator[Row
         parts = []
         if batch.name.startswith("mixed"):  # what it would be ideal to take the sum of
             parts = [
-                Inputs.make(Batch("decode", batch.q_lens[:-1], batch.kv_lens[:-1]), shape, dtype, huge),
-                Inputs.make(Batch("prefill", batch.q_lens[-1:], batch.kv_lens[-1:]), shape, dtype, huge),
+                Inputs.make(Batch("decode", batch.q_lens[:-1], batch.kv_lens[:-1]), shape, dtype, args.page_size, huge),
+                Inputs.make(
+                    Batch("prefill", batch.q_lens[-1:], batch.kv_lens[-1:]), shape, dtype, args.page_size, huge
+                ),
             ]
         for threads in args.threads:
             calls = {"ours": inputs.ours(threads), **others}
@@ -167,6 +183,8 @@ def _measure(rows: list[Row], rates: Any, args: argparse.Namespace) -> dict[int,
                 limit = taken["decode"] + taken["prefill"]
             elif row.kind == "decode":
                 limit = rates.read(row.threads)
+                if keep:
+                    row.runs.append(rates.read_runs(row.run_bytes, row.threads))
             else:
                 limit, name = rates.product(row.dtype, dim, row.threads)
                 entry = products.setdefault(row.threads, (name, [], []))
@@ -218,12 +236,27 @@ def render(rows: list[Row]) -> str:
     return tabulate(body, headers=headings, colalign=alignment, disable_numparse=True, tablefmt="simple")
 
 
-def _footer(products: dict[int, tuple[str, list[float], list[float]]], dtype_name: str) -> str:
-    return "\n".join(
-        f"Products of 64 rows in {dtype_name}, {threads} thread{'s' if threads > 1 else ''}: "
+def _footer(rows: list[Row], products: dict[int, tuple[str, list[float], list[float]]], dtype_name: str) -> str:
+    runs = [
+        f"Keys lie in runs of {row.run_bytes} bytes. Such runs are read in any order, with {_threads(row.threads)}, at "
+        f"{median(row.runs) / 1e9:.1f} GB/s, of which the decode reaches "
+        f"{median(row.work / t / r for t, r in zip(row.seconds['ours'], row.runs, strict=True)):.0%}."
+        for row in rows
+        if row.runs
+    ]
+    return "\n".join([*runs, *_products(products, dtype_name)])
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _products(products: dict[int, tuple[str, list[float], list[float]]], dtype_name: str) -> list[str]:
+    return [
+        f"Products of 64 rows in {dtype_name}, {_threads(threads)}: "
         f"{name} {median(theirs) / 1e9:.0f} GFLOP/s, our register tiles {median(own) / 1e9:.0f} GFLOP/s."
         for threads, (name, theirs, own) in products.items()
-    )
+    ]
 
 
 LEGEND = """\

@@ -9,11 +9,10 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from chunkc.config import DEFAULT_PAGE_SIZE
 from chunkc.kernels.cpu_memory import prefer_huge_pages
 from chunkc.kernels.metadata import AttentionMetadata
 from chunkc.kernels.tasks import AttentionShape, plan_tasks
-
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,22 @@ class Inputs:
     metadata: AttentionMetadata
 
     @classmethod
-    def make(cls, batch: Batch, shape: AttentionShape, dtype: torch.dtype, huge_pages: bool = True) -> Inputs:
-        pages = [-(-kv // PAGE_SIZE) for kv in batch.kv_lens]
+    def make(
+        cls,
+        batch: Batch,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        huge_pages: bool = True,
+    ) -> Inputs:
+        pages = [-(-kv // page_size) for kv in batch.kv_lens]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0))
         page_table = torch.full((len(pages), max(pages)), -1, dtype=torch.int32)
         slots = []
         for r, (own, q, kv) in enumerate(zip(order.split(pages), batch.q_lens, batch.kv_lens, strict=True)):
             page_table[r, : len(own)] = own.int()
             position = torch.arange(kv - q, kv)
-            slots.append(own[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
+            slots.append(own[position // page_size] * page_size + position % page_size)
         tokens, heads = sum(batch.q_lens), shape.num_kv_heads
 
         def random(*size: int) -> torch.Tensor:
@@ -71,8 +77,8 @@ class Inputs:
             random(tokens, shape.num_q_heads, shape.qk_dim),
             random(tokens, heads, shape.qk_dim),
             random(tokens, heads, shape.v_dim),
-            random(sum(pages), heads, PAGE_SIZE, shape.qk_dim),
-            random(sum(pages), heads, PAGE_SIZE, shape.v_dim),
+            random(sum(pages), heads, page_size, shape.qk_dim),
+            random(sum(pages), heads, page_size, shape.v_dim),
             AttentionMetadata(
                 torch.tensor([0, *batch.q_lens]).cumsum(0).int(),
                 torch.tensor(batch.kv_lens, dtype=torch.int32),
@@ -84,7 +90,7 @@ class Inputs:
     def ours(self, threads: int) -> Callable[[], torch.Tensor]:
         """The operator on a plan for so many threads."""
         m, shape = self.metadata, self.shape
-        plan = plan_tasks(m.q_offsets, m.kv_lens, shape, page_size=PAGE_SIZE, units=threads)
+        plan = plan_tasks(m.q_offsets, m.kv_lens, shape, page_size=self.page_size, units=threads)
         batch = (m.q_offsets, m.kv_lens, m.page_table, m.slot_mapping, plan.tasks, plan.merges)
         arguments = (self.q, self.k, self.v, self.k_pages, self.v_pages, *batch, None, None, self.scale, 0, 0, 0.0)
         operator = torch.ops.chunkc.mixed_attention.default
@@ -116,6 +122,11 @@ class Inputs:
         return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
     @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.k_pages.shape[2]
+
+    @property
     def scale(self) -> float:
         return self.shape.qk_dim**-0.5
 
@@ -124,7 +135,7 @@ class Inputs:
         """Per request q, k and v ``[1, heads, tokens, dim]``, gathered from the pages, and the mask if it is needed."""
         requests, first = [], 0
         for r, (q_len, kv_len) in enumerate(zip(self.batch.q_lens, self.batch.kv_lens, strict=True)):
-            table = self.metadata.page_table[r, : -(-kv_len // PAGE_SIZE)].long()
+            table = self.metadata.page_table[r, : -(-kv_len // self.page_size)].long()
             k, v = (x[table].transpose(0, 1).flatten(1, 2)[None, :, :kv_len] for x in (self.k_pages, self.v_pages))
             q = self.q[None, first : first + q_len].transpose(1, 2).contiguous()
             mask = None

@@ -24,7 +24,7 @@ class MachineRates:
         if path is None:
             raise ChunkcError("measuring what the machine can do needs a C++ compiler")
         self._library = ctypes.CDLL(str(path))
-        for name in ("chunkc_read_rate", "chunkc_brgemm_rate", "chunkc_own_rate"):
+        for name in ("chunkc_read_rate", "chunkc_run_read_rate", "chunkc_brgemm_rate", "chunkc_own_rate"):
             getattr(self._library, name).restype = ctypes.c_double
         self._memory = torch.empty(_READ_BYTES // (4 if quick else 1) // 8, dtype=torch.int64)
         prefer_huge_pages(self._memory)
@@ -35,6 +35,11 @@ class MachineRates:
         size = self._memory.nbytes // (256 * threads) * 256 * threads
         pointer = ctypes.c_void_p(self._memory.data_ptr())
         return self._library.chunkc_read_rate(pointer, ctypes.c_int64(size), ctypes.c_int64(threads))
+
+    def read_runs(self, size: int, threads: int) -> float:
+        """Bytes per second read from memory in runs of ``size`` bytes, a multiple of 256, that lie anywhere."""
+        sizes = (ctypes.c_int64(number) for number in (self._memory.nbytes, size, threads))
+        return self._library.chunkc_run_read_rate(ctypes.c_void_p(self._memory.data_ptr()), *sizes)
 
     def product(self, dtype: torch.dtype, dim: int, threads: int) -> tuple[float, str]:
         """Operations per second of ``[64, dim] x [dim, dim]``, and by what: brgemm, or torch where it has none."""

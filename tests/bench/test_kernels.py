@@ -29,6 +29,17 @@ def test_ours_and_torch_compute_the_same(batch: Batch) -> None:
     torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_pages_of_any_size(page_size: int) -> None:
+    batch = Batch("decode", (1, 1), (70, 33))
+    assert cpu_backend.load()
+    inputs = Inputs.make(batch, SHAPE, torch.float32, page_size)
+    assert inputs.k_pages.shape[0] == -(-70 // page_size) + -(-33 // page_size) and inputs.page_size == page_size
+    row = kernels.Row(batch, inputs, "6/2/32", torch.float32, 1, {})
+    assert row.run_bytes == {1: 256, 16: 2048, 100: 12800}[page_size]
+    assert inputs.ours(1)().isfinite().all()
+
+
 def test_work_is_counted_once_and_only_what_is_visible() -> None:
     batch = Batch("prefill", (3,), (5,))
     assert batch.operations(SHAPE) == 2 * (3 + 4 + 5) * 6 * (32 + 32)
@@ -53,7 +64,13 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments.split()) == 0
     out = capsys.readouterr().out
     assert torch.get_num_threads() == threads
-    for case in ("decode 8 x 2048", "prefill 256 at 512", "mixed 8 x 1024 + 256 at 512", "our register tiles"):
+    for case in (
+        "decode 8 x 2048",
+        "prefill 256 at 512",
+        "mixed 8 x 1024 + 256 at 512",
+        "our register tiles",
+        "runs of 32768 bytes",
+    ):
         assert case in out
 
 
