@@ -28,7 +28,9 @@ def test_every_example_is_tested():
     assert {file.name for file in FOLDER.glob("*.py")} == set(SAYS)
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "inspect_graph.py" else name for name in SAYS]
+)
 def test_the_example_runs(name, smollm2, smollm2_engine, monkeypatch, capsys, tmp_path):
     really_compile = chunkc.compile
 

@@ -33,7 +33,7 @@ def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
-    for process in [start(tmp_path / "cache") for _ in range(2)]:
+    for process in [start(tmp_path / "cache") for _ in range(3)]:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and out.endswith("[0, 1]\n"), err
     files = [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()]

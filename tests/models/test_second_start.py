@@ -58,7 +58,10 @@ def warm(kept, folder) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt_oss", marks=pytest.mark.slow), "gemma3_text"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("gpt_oss", marks=pytest.mark.slow)],
+)
 def test_a_second_start_neither_captures_nor_compiles(name, monkeypatch):
     """With other weights: nothing of the first model's is served."""
     start(build(name, seed=1))
