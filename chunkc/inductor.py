@@ -48,7 +48,11 @@ _loaded = itertools.count()
 
 def environment() -> str:
     """What decides, beside a graph, whether a library made from it can serve this process."""
-    compiling = sorted(f"{name}={text}" for name, text in os.environ.items() if name.startswith("TORCHINDUCTOR_"))
+    compiling = sorted(
+        f"{name}={text}"
+        for name, text in os.environ.items()
+        if name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"
+    )
     names = ("mixed_attention", "packed_linear", "packed_rows")
     operators = [str(getattr(torch.ops.chunkc, name).default._schema) for name in names]
     facts = [
@@ -92,7 +96,7 @@ def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]
     result.meta["example_value"] = value(result)
     environment = fake_mode_of(graph_module.graph).shape_env
     examples = [value(node) for node in placeholders(graph_module.graph).values()]
-    with torch.no_grad(), warnings.catch_warnings(), config.patch(OPTIONS), _building_in(pool) as builds:
+    with torch.no_grad(), warnings.catch_warnings(), config.patch(OPTIONS), _no_trials(), _building_in(pool) as builds:
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
         standalone_compile(graph_module, examples, dynamic_shapes="from_graph")
     assumed = failing_guards(environment)
@@ -101,6 +105,15 @@ def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]
     if len(builds) != 1:
         raise PassError(f"Inductor made {len(builds)} libraries of one graph")
     return builds[0]
+
+
+def _no_trials() -> contextlib.AbstractContextManager[Any]:
+    """Has Inductor believe the CPU about its vector instructions, unless it was told what to believe. It would compile
+    three programs to try them, which takes longer than to compile a layer."""
+    from torch._inductor import config
+
+    told = config.cpp.vec_isa_ok is not None
+    return contextlib.nullcontext() if told else config.patch({"cpp.vec_isa_ok": True})
 
 
 @contextlib.contextmanager
@@ -129,12 +142,13 @@ def prepare_compiler() -> None:
     """
     from torch._inductor.codecache import CppWrapperCodeCache
 
-    CppWrapperCodeCache.load_pybinding_async(
-        ["std::vector<AtenTensorHandle>"],
-        "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {} // at::vec::Vectorized",
-        num_outputs=1,
-        submit_fn=lambda build: None,  # headers are made before this; the library itself is of no use
-    )
+    with _no_trials():
+        CppWrapperCodeCache.load_pybinding_async(
+            ["std::vector<AtenTensorHandle>"],
+            "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {} // at::vec::Vectorized",
+            num_outputs=1,
+            submit_fn=lambda build: None,  # headers are made before this; the library itself is of no use
+        )
 
 
 def load(library: Path) -> GraphFunction:

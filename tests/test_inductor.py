@@ -72,3 +72,22 @@ def test_what_is_no_library_is_an_import_error(tmp_path):
     (tmp_path / "graph.so").write_bytes(b"no library")
     with pytest.raises(ImportError):
         inductor.load(tmp_path / "graph.so")
+
+
+def test_what_decides_whether_a_library_fits_is_not_where_inductor_keeps_its_own(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    here = inductor.environment()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert inductor.environment() == here
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    assert inductor.environment() != here
+
+
+@pytest.mark.parametrize("told", [None, True, False])
+def test_vector_instructions_are_not_tried_but_what_the_user_says_of_them_stays(told):
+    from torch._inductor import config
+
+    with config.patch({"cpp.vec_isa_ok": told}):
+        with inductor._no_trials():
+            assert config.cpp.vec_isa_ok is (True if told is None else told)
+        assert config.cpp.vec_isa_ok is told
