@@ -62,7 +62,10 @@ def _troubles(environment: Mapping[str, str], threads: int) -> list[str]:
     passive = environment.get("OMP_WAIT_POLICY", "").lower() == "passive"
     if passive or environment.get("GOMP_SPINCOUNT") == "0":
         name = "OMP_WAIT_POLICY=passive" if passive else "GOMP_SPINCOUNT=0"
-        found.append(f"with {name} threads sleep between the operators of a step, which then takes up to twice as long")
+        found.append(
+            f"with {name} threads sleep between the operators of a step, which then takes up to twice as long, unless "
+            "others need the cores"
+        )
     limit = environment.get("OMP_THREAD_LIMIT", "")
     if limit.isdigit() and int(limit) < threads:
         found.append(f"OMP_THREAD_LIMIT={limit} keeps torch from its {threads} threads")
