@@ -22,6 +22,8 @@ SAYS = {
     "custom_pass.py": ["spell_out_silu", "Paris"],
     "inspect_graph.py": ["recognize_attention", "00_captured.py"],
 }
+#: these compile the model anew
+COMPILE = ("custom_pass.py", "inspect_graph.py")
 
 
 def test_every_example_is_tested():
@@ -29,7 +31,7 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "inspect_graph.py" else name for name in SAYS]
+    "name", ["quickstart.py", "streaming.py", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILE)]
 )
 def test_the_example_runs(name, smollm2, smollm2_engine, monkeypatch, capsys, tmp_path):
     really_compile = chunkc.compile

@@ -52,6 +52,7 @@ def test_tokens_equal_generate_in_every_mode(smollm2_engine, few, modes, two_cor
     assert_served_alike(engine, few, steps_between=2, modes=modes)
 
 
+@pytest.mark.slow
 def test_tokens_equal_generate_when_requests_are_preempted(smollm2_engine, long_outputs):
     num_pages = pages_for(long_outputs, 4, share=0.4)
     engine = with_cache(smollm2_engine, budget=64, page_size=4, num_pages=num_pages)
