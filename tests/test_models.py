@@ -153,3 +153,12 @@ def test_threads_that_read_gguf_files_at_once_leave_the_package_as_it_was():
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(read, (1, 2, 3)))
     assert (gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map) == before
+
+
+def test_half_a_file_of_weights_is_said(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelLoadError, match=f"from {tmp_path}"):
+        load(tmp_path)

@@ -49,7 +49,9 @@ def test_what_somebody_asked_for_stays_and_is_said(monkeypatch):
     threads, (said,) = settled(monkeypatch, cores=4, threads=4, quota=2.0, OMP_NUM_THREADS="4")
     assert threads == 4 and "torch.set_num_threads(2)" in said
     threads, (said,) = settled(monkeypatch, cores=2, threads=3)
-    assert threads == 3 and "this process may use 2" in said
+    assert threads == 3 and "this process may use 2)" in said
+    _, (said,) = settled(monkeypatch, cores=1, threads=2, OMP_PROC_BIND="true")
+    assert "OMP_PROC_BIND may have bound it there: unset it" in said
 
 
 @pytest.mark.parametrize(
