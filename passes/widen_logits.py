@@ -13,8 +13,8 @@ after::
     %logits = chunkc.packed_linear(%h, %packed_linear_120, None, 49152, float32)      # [1, L, V] float32
     return aten.view(%logits, [L, V])
 
-A factor or a softcap between product and logits is then computed in float32, too. Left alone: logits that something
-else computes, that something else reads too, or that are float32 anyway.
+A factor or a softcap between product and logits is then computed in float32, too. Left alone, and said: logits that
+something else computes or reads too, and heads that oneDNN multiplies, which rounds its sums.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from chunkc.kernels.packed_linear import active_body
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, is_call, module_path, output_node, value
@@ -46,9 +47,10 @@ class WidenLogits(GraphPass):
         if value(logits).dtype is torch.float32:
             return PassReport(0)
         head = _head(logits)
-        if head is None:
-            why = f"logits of {value(logits).dtype} that no packed linear alone makes"
-            return PassReport(0, (Skipped(module_path(logits) or logits.name, why),))
+        if head is None or not _is_summed_by_us(head):
+            why = "that no packed linear alone makes" if head is None else "whose sums oneDNN rounds on this machine"
+            what = module_path(head or logits) or logits.name
+            return PassReport(0, (Skipped(what, f"logits of {value(logits).dtype} {why}"),))
         head.args = (*head.args[:4], torch.float32)
         return PassReport(1)
 
@@ -60,14 +62,20 @@ def _head(logits: fx.Node) -> fx.Node | None:
         if is_call(node, torch.ops.chunkc.packed_linear):
             return node
         operands = [other for other in node.all_input_nodes if isinstance(value(other), torch.Tensor)]
-        if not is_call(node, *_KEEPS_DTYPE) or operands != [node.args[0]]:
+        if not is_call(node, *_KEEPS_DTYPE) or node.kwargs or operands != [node.args[0]]:
             return None
         node = operands[0]
     return None
 
 
+def _is_summed_by_us(head: fx.Node) -> bool:
+    return active_body(value(head.args[0]).dtype) == "own"
+
+
 @register_fact("logits_wide")
 def check_logits_wide(graph_module: fx.GraphModule, context: PassContext) -> None:
-    """Logits that a packed linear alone makes are float32."""
+    """Logits that a packed linear of ours alone makes are float32."""
     logits = output_node(graph_module.graph)
-    require(value(logits).dtype is torch.float32 or _head(logits) is None, f"the logits are {value(logits).dtype}")
+    head = _head(logits)
+    wide = value(logits).dtype is torch.float32 or head is None or not _is_summed_by_us(head)
+    require(wide, f"the logits are {value(logits).dtype}")
