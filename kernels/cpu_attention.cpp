@@ -65,12 +65,12 @@ void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_
       return tasks + i;
     };
     // A task ahead, so that its keys can be asked for; not near the end, where another thread would wait for it.
-    const Task *before = nullptr, *task = take();
-    while (task) {
+    bool fetched = false;
+    for (const Task* task = take(); task;) {
       const bool ahead = Body<T>::has_few_rows(*task) && next.load() + 2 * threads <= num_tasks;
       const Task* after = ahead ? take() : nullptr;
-      body.run(*task, workspace, before, after);
-      before = after ? task : nullptr;
+      body.run(*task, workspace, fetched, after);
+      fetched = after != nullptr;
       task = after ? after : take();
     }
   });

@@ -15,9 +15,9 @@ class Body {
   // Whether the task's keys and values are read at the memory's pace, so that what comes after it may be asked for.
   static bool has_few_rows(const Task& task) { return task.row_end - task.row_begin <= kFewRows; }
 
-  // All tasks must have been checked. `before` and `after`, or nullptr, are what the same thread did last, with `task`
-  // as what comes after, and does next.
-  void run(const Task& task, Workspace& ws, const Task* before = nullptr, const Task* after = nullptr) const {
+  // Tasks must have been checked. `after`, or nullptr, is what the same thread does next: its first keys are asked for
+  // meanwhile where `task` has few rows. `fetched`: they were for this one.
+  void run(const Task& task, Workspace& ws, bool fetched, const Task* after) const {
     const int64_t rows = task.row_end - task.row_begin;
     see_keys(task, rows, ws);
     const TaskRows<T> at(call_, k_pages_, v_pages_, task);
@@ -29,7 +29,7 @@ class Body {
       set_slopes(task, rows, ws);
     if (has_few_rows(task)) {
       const TaskRows<T> later(call_, k_pages_, v_pages_, after ? *after : task);
-      FewRows<T>::attend(call_, task, at, query, ws, before && has_few_rows(*before), after ? &later : nullptr);
+      FewRows<T>::attend(call_, task, at, query, ws, fetched, after ? &later : nullptr);
     } else {
       ManyRows<T>::attend(call_, task, at.keys, at.values, query, ws);
     }
