@@ -37,6 +37,7 @@ from chunkc.runtime.multiplex import division_of
 from chunkc.runtime.runner import GraphRunner, bytes_per_page
 from chunkc.runtime.thread_limits import settle_threads
 
+#: at most, of the pages that the check runs on
 _PROBE_PAGE_SIZE = 16
 #: neither torch.export nor Inductor can do two at once in a process
 _one_at_a_time = threading.Lock()

@@ -27,7 +27,7 @@ def settle_threads(environment: Mapping[str, str] = os.environ) -> None:
     """Take torch's threads down to what the process's control groups let run, and warn of what makes steps slow.
 
     torch takes a thread a core without knowing of such limits. A number that somebody asked for is left as it is: one
-    in ``OMP_NUM_THREADS``, or one above the number of cores.
+    in ``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS``, or one above the number of cores.
     """
     cores, quota, threads = len(available_cores()), cpu_quota(), torch.get_num_threads()
     allowed = cores if quota is None else min(cores, max(1, math.floor(quota)))
@@ -36,7 +36,7 @@ def settle_threads(environment: Mapping[str, str] = os.environ) -> None:
         if allowed == cores and (names := _binding(environment)):
             why += f"; {', '.join(names)} may have bound it there: unset it"
         said = f"torch has {threads} threads, more than the cores they may run on ({why})"
-        if threads > cores or "OMP_NUM_THREADS" in environment:
+        if threads > cores or "OMP_NUM_THREADS" in environment or "MKL_NUM_THREADS" in environment:
             _warn(f"{said}: steps take many times as long; give torch.set_num_threads({allowed})")
         else:
             torch.set_num_threads(allowed)

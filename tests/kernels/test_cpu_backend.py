@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 USE = """
 import warnings, torch
 from chunkc.kernels import cpu_backend
@@ -29,6 +31,17 @@ def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.mark.slow  # the planner's library, which is small, shows the same each time
+def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
+    processes = [start(tmp_path / "cache") for _ in range(3)]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert out.strip() == "[True, True] cpp []"
+    files = [p.name for p in (tmp_path / "cache").glob("cpu_attention-*/**/*") if p.is_file()]
+    assert sorted(files) == ["cpu_attention.sha256", "cpu_attention.so", "lock"], "one library, and no half-built one"
 
 
 def test_without_a_compiler_one_warning_and_the_reference(tmp_path: Path) -> None:

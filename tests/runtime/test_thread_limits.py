@@ -46,8 +46,9 @@ def test_a_quota_lowers_the_default(monkeypatch, quota, expected):
 
 
 def test_what_somebody_asked_for_stays_and_is_said(monkeypatch):
-    threads, (said,) = settled(monkeypatch, cores=4, threads=4, quota=2.0, OMP_NUM_THREADS="4")
-    assert threads == 4 and "torch.set_num_threads(2)" in said
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        threads, (said,) = settled(monkeypatch, cores=4, threads=4, quota=2.0, **{name: "4"})
+        assert threads == 4 and "torch.set_num_threads(2)" in said
     threads, (said,) = settled(monkeypatch, cores=2, threads=3)
     assert threads == 3 and "this process may use 2)" in said
     _, (said,) = settled(monkeypatch, cores=1, threads=2, OMP_PROC_BIND="true")
