@@ -11,6 +11,7 @@ by a pass. It serves models that do not use the interface.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -65,13 +66,15 @@ class Captured:
     longest: int | None = None
 
 
-def capture(model: nn.Module, route: str) -> Captured:
+def capture(model: nn.Module, route: str, *, readable: bool = True) -> Captured:
     """Export ``model`` by one route.
 
     Args:
         model: a causal LM in evaluation mode; not changed. Called as ``model(input_ids=..., position_ids=...,
             use_cache=False)`` with those of the keywords that its ``forward`` takes.
         route: one of ``ROUTES``.
+        readable: nodes know the lines of code that made them, which ``print_readable`` shows. Takes a fifth of the
+            time.
 
     Raises:
         UnsupportedModelError: the model cannot be exported by this route.
@@ -89,7 +92,8 @@ def capture(model: nn.Module, route: str) -> Captured:
     ids = torch.arange(13, dtype=torch.int64)[None]
     sizes = ({1: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC})
     try:
-        with torch.no_grad(), compat.one_graph_for_every_size(), warnings.catch_warnings():
+        lines = contextlib.nullcontext() if readable else compat.without_stack_traces()
+        with torch.no_grad(), compat.one_graph_for_every_size(), lines, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # export's own, about its internals
             program = torch.export.export(wrapper, (ids, ids.clone()), dynamic_shapes=sizes, strict=False)
             graph_module = functional_module(program)

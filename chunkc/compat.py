@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -25,6 +26,19 @@ def one_graph_for_every_size() -> Iterator[None]:
     from torch.fx.experimental import _config
 
     with _config.patch(backed_size_oblivious=True):
+        yield
+
+
+@contextlib.contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """Do not note, for every node that is traced, the lines of code that made it; torch 2.11 always does."""
+    from torch.fx import config
+
+    name = "do_not_emit_stack_traces"
+    if not hasattr(config, name):
+        yield
+        return
+    with mock.patch.object(config, name, True):
         yield
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-import chunkc.kernels.packed_linear  # noqa: F401  (registers an operator that ``environment`` names)
+import chunkc.kernels.packed_linear  # (registers an operator that ``environment`` names)
 from chunkc.errors import PassError
 from chunkc.kernels.native import instruction_sets
 from chunkc.passes.fx_tools import fake_mode_of, placeholders, value
@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 _ENTRY = "inductor_entry_cpp"
+_HEADERS = Path(chunkc.kernels.__file__).parent / "graph_headers.h"
 _loaded = itertools.count()
 
 
@@ -96,7 +97,14 @@ def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]
     result.meta["example_value"] = value(result)
     environment = fake_mode_of(graph_module.graph).shape_env
     examples = [value(node) for node in placeholders(graph_module.graph).values()]
-    with torch.no_grad(), warnings.catch_warnings(), config.patch(OPTIONS), _no_trials(), _building_in(pool) as builds:
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        config.patch(OPTIONS),
+        _no_trials(),
+        _our_headers(),
+        _building_in(pool) as builds,
+    ):
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
         standalone_compile(graph_module, examples, dynamic_shapes="from_graph")
     assumed = failing_guards(environment)
@@ -114,6 +122,13 @@ def _no_trials() -> contextlib.AbstractContextManager[Any]:
 
     told = config.cpp.vec_isa_ok is not None
     return contextlib.nullcontext() if told else config.patch({"cpp.vec_isa_ok": True})
+
+
+def _our_headers() -> contextlib.AbstractContextManager[Any]:
+    """Has Inductor precompile all headers of a graph's code."""
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    return mock.patch.object(CppWrapperCodeCache, "_get_uncompiled_header", lambda device: str(_HEADERS))
 
 
 @contextlib.contextmanager
@@ -142,7 +157,7 @@ def prepare_compiler() -> None:
     """
     from torch._inductor.codecache import CppWrapperCodeCache
 
-    with _no_trials():
+    with _no_trials(), _our_headers():
         CppWrapperCodeCache.load_pybinding_async(
             ["std::vector<AtenTensorHandle>"],
             "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {} // at::vec::Vectorized",

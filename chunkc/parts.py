@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkc.passes.fx_tools import aten, output_node, placeholders, symbol_of, value
 from chunkc.passes.split_layers import part_of
@@ -87,7 +88,7 @@ def _extract(nodes: list[fx.Node], outputs: list[fx.Node], inputs: list[fx.Node]
         for source in _sources(node, inputs):
             if source not in inside and name_of(source) not in copies:
                 copy = graph.placeholder(f"input_{len(copies)}")
-                copy.meta["val"] = value(source)
+                copy.meta["val"] = _fresh(value(source))
                 copies[name_of(source)] = copy
     names = tuple(copies)
     for node in order:
@@ -101,6 +102,12 @@ def _extract(nodes: list[fx.Node], outputs: list[fx.Node], inputs: list[fx.Node]
     result = tuple(_detached(graph, copies[name_of(node)]) for node in outputs)
     graph.output(result).meta["val"] = tuple(map(value, result))
     return Part(fx.GraphModule({}, graph), names, tuple(map(name_of, outputs)))
+
+
+def _fresh(fake: FakeTensor) -> FakeTensor:
+    """A value of its own for an input: several of one part may share theirs, and Inductor would take them for one."""
+    with fake.fake_mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

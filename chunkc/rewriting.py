@@ -58,6 +58,7 @@ def rewrite(
     dump: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     deferred: bool = False,
+    readable: bool = True,
 ) -> Rewritten:
     """Capture a model and run the passes on it.
 
@@ -69,6 +70,7 @@ def rewrite(
         dump: folder for the readable graph after every pass and what the pass changed.
         callbacks: called after capture and after every pass.
         deferred: do not make the tensors that the passes want made, only note how (``passes.made_tensors``).
+        readable: see ``capture``.
 
     Raises:
         UnsupportedModelError: no route captures the model, or a pass does not understand it.
@@ -79,7 +81,7 @@ def rewrite(
     for route in ROUTES:
         try:
             start = time.perf_counter()
-            captured = capture(model, route)
+            captured = capture(model, route, readable=readable)
             seconds = time.perf_counter() - start
             config = getattr(model, "config", None)
             context = PassContext(

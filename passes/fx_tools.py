@@ -9,7 +9,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv
 
@@ -119,72 +118,6 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node,
         if key in like.meta:
             node.meta[key] = like.meta[key]
     return node
-
-
-#: where a node keeps what its value was computed from
-_PROPAGATED = "chunkc_propagated"
-
-
-class _Propagator(fx.Interpreter):
-    """Runs the graph on fake tensors and notes every value.
-
-    A node that is what it was, and whose inputs are, keeps its value: shape functions cost more than everything else
-    in a pipeline, and a pass changes few nodes.
-    """
-
-    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode) -> None:
-        super().__init__(graph_module)
-        self.mode = mode
-        self.extra_traceback = False
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "placeholder":
-            return n.meta["val"]
-        if n.op == "output":
-            return super().run_node(n)
-        if n.op == "get_attr":  # never remembered, or the node would keep the weight alive
-            result = super().run_node(n)
-            if isinstance(result, torch.Tensor) and not isinstance(result, FakeTensor):
-                result = self.mode.from_tensor(result, static_shapes=True)
-            return self._keep(n, result)
-        inputs = [self.env[other] for other in n.all_input_nodes]
-        known = n.meta.get(_PROPAGATED)
-        spelled = repr((n.args, n.kwargs))  # 1, 1.0 and True are equal, and make different dtypes
-        if known is not None and known[:4] == (n.target, n.args, n.kwargs, spelled):
-            if len(known[4]) == len(inputs) and all(a is b for a, b in zip(known[4], inputs, strict=True)):
-                return n.meta["val"]
-        result = self._keep(n, super().run_node(n))
-        n.meta[_PROPAGATED] = (n.target, n.args, n.kwargs, spelled, inputs)
-        return result
-
-    def _keep(self, n: fx.Node, result: Any) -> Any:
-        """Note a value; one like the last is kept, so that what follows need not be computed again."""
-        if not _same_value(n.meta.get("val"), result):
-            n.meta["val"] = result
-        return n.meta["val"]
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    """Whether two fake values are alike in dtype and, as expressions, in sizes and strides."""
-    if not (isinstance(a, FakeTensor) and isinstance(b, FakeTensor)) or a.dtype != b.dtype or a.dim() != b.dim():
-        return False
-    return all(
-        (symbol_of(x) if symbol_of(x) is not None else x) == (symbol_of(y) if symbol_of(y) is not None else y)
-        for x, y in zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True)
-    )
-
-
-def propagate(graph_module: fx.GraphModule) -> None:
-    """Recompute ``meta["val"]`` of every node from the placeholders' fake values.
-
-    Raises:
-        RuntimeError (or what the op raises): shapes or dtypes do not fit each other.
-    """
-    mode = fake_mode_of(graph_module.graph)
-    arguments = [node.meta["val"] for node in placeholders(graph_module.graph).values()]
-    # without Python's dispatcher some meta kernels see symbolic sizes as unknown and fail
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        _Propagator(graph_module, mode).run(*arguments, enable_io_processing=False)
 
 
 def symbol_of(size: int | torch.SymInt) -> Any:

@@ -38,11 +38,11 @@ from chunkc.passes.fx_tools import (
     new_size,
     output_node,
     placeholders,
-    propagate,
     refuse,
     symbol_of,
     value,
 )
+from chunkc.passes.propagate import propagate
 from chunkc.passes.prove_token_parallel import analyse
 from chunkc.passes.token_axis import Size, Tokens, Uniform
 

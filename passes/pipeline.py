@@ -18,8 +18,8 @@ from torch import fx
 from chunkc.errors import ChunkcError, PassError
 from chunkc.passes.base import GraphPass, PassContext, PassReport
 from chunkc.passes.facts import check_fact, has_checker
-from chunkc.passes.fx_tools import propagate
 from chunkc.passes.order import order_passes
+from chunkc.passes.propagate import propagate
 
 #: called as ``callback(name, graph_module)`` for the captured graph (name "captured") and after every pass
 Callback = Callable[[str, fx.GraphModule], None]
@@ -90,6 +90,7 @@ class PassPipeline:
             _notify(callbacks, graph_pass.name, graph_module)
             if graph_pass.name == stop_after:
                 break
+        graph_module.recompile()
         return records
 
     def _run_one(self, graph_pass: GraphPass, graph_module: fx.GraphModule, context: PassContext) -> PassRecord:
@@ -124,7 +125,6 @@ class PassPipeline:
     def _verify(self, graph_pass: GraphPass, graph_module: fx.GraphModule, context: PassContext) -> None:
         try:
             graph_module.graph.lint()
-            graph_module.recompile()
             propagate(graph_module)
         except Exception as error:
             raise PassError(f"left a graph that does not run: {error}", pass_name=graph_pass.name) from error
@@ -138,6 +138,8 @@ class PassPipeline:
 
 
 def _notify(callbacks: Sequence[Callback], name: str, graph_module: fx.GraphModule) -> None:
+    if callbacks:
+        graph_module.recompile()
     for callback in callbacks:
         callback(name, graph_module)
 

@@ -39,12 +39,12 @@ from chunkc.passes.fx_tools import (
     call,
     fake_mode_of,
     is_call,
-    propagate,
     rank,
     refuse,
     symbol_of,
     value,
 )
+from chunkc.passes.propagate import propagate
 from chunkc.passes.prove_token_parallel import analyse
 
 #: set on a ``chunkc::attention`` that stands for attention which the model computes itself

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from chunkc import compat, inductor
 from chunkc.parts import cut
-from chunkc.passes.fx_tools import propagate
+from chunkc.passes.propagate import propagate
 from chunkc.passes.split_layers import _PART
 
 aten = torch.ops.aten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +16,7 @@ import chunkc
 from chunkc.capture import INTERFACE, capture, logits_of, shadow
 from chunkc.config import SamplingParams
 from chunkc.errors import InvalidRequestError, UnsupportedModelError
+from chunkc.passes.pipeline import PassPipeline
 
 PROMPT = torch.arange(3, 20)[None]
 POSITIONS = torch.arange(17)[None]
@@ -128,6 +130,32 @@ def test_capture_again_gives_the_same_graph():
     model = build("llama")
     graphs = [str(capture(shadow(model), "interface").graph_module.graph) for _ in range(2)]
     assert graphs[0] == graphs[1]
+
+
+def test_lines_of_code_are_noted_where_somebody_reads_them():
+    model = shadow(build("llama"))
+    graphs = [capture(model, "interface", readable=readable).graph_module.graph for readable in (True, False)]
+    lines = [{node.stack_trace for node in graph.nodes if node.op == "call_function"} for graph in graphs]
+    noted = [any("modeling_llama.py" in (text or "") for text in texts) for texts in lines]
+    assert noted[0] and str(graphs[0]) == str(graphs[1])
+    import torch.fx.config
+
+    if hasattr(torch.fx.config, "do_not_emit_stack_traces"):  # newer than torch 2.11
+        assert not noted[1] and not torch.fx.config.do_not_emit_stack_traces
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_afterwards_as_before(collects, monkeypatch):
+    before = gc.isenabled()
+    try:
+        gc.enable() if collects else gc.disable()
+        chunkc.compile(build("llama"), mode="eager", num_pages=8)
+        assert gc.isenabled() == collects
+        with pytest.raises(chunkc.UnsupportedModelError):
+            chunkc.compile(build("llama"), mode="eager", passes=PassPipeline([]))
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 def test_a_module_that_cannot_be_copied_is_told():

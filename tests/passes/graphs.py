@@ -29,8 +29,9 @@ from chunkc.errors import ChunkcError, UnsupportedModelError
 from chunkc.kernels.tasks import plan_tasks
 from chunkc.passes.base import GraphPass, PassContext, PassReport
 from chunkc.passes.core import core_passes
-from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, placeholders, propagate, value
+from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, placeholders, value
 from chunkc.passes.pipeline import PassPipeline
+from chunkc.passes.propagate import propagate
 
 VOCAB = 29
 WIDTH = 12

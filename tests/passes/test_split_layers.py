@@ -103,6 +103,13 @@ def test_what_layers_share_is_computed_once():
     assert with_cosine == [0]
 
 
+def test_inputs_that_are_alike_are_told_apart():
+    """Inductor takes two inputs with the same fake value for one: cosines and sines have the same shape."""
+    for part in cut(rewritten("llama").graph_module):
+        values = [node.meta["val"] for node in part.graph_module.graph.nodes if node.op == "placeholder"]
+        assert len(set(map(id, values))) == len(values) > 1
+
+
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_parts_compute_what_the_graph_does(name):
     done = rewrite(build(name))
