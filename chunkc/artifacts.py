@@ -1,4 +1,4 @@
-"""Compiled graphs and prepared models on disk, so that a second start does not prepare again.
+"""Compiled graphs, prepared models and kept starts on disk, so that a second start does not prepare again.
 
 An entry is a folder ``<kind>-<key>`` under ``$CHUNKC_CACHE_DIR`` (or ``~/.cache/chunkc``) that holds plain files -
 libraries, JSON, safetensors, never pickles - and ``entry.json``, which lists them with their hashes. It is written
@@ -26,7 +26,7 @@ from chunkc.kernels.native import cache_dir
 #: bytes that entries may take together; the ones used longest ago go first
 DEFAULT_LIMIT = 2 * 2**30
 _INDEX = "entry.json"
-_KINDS = ("graph", "model")
+_KINDS = ("graph", "model", "start")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def find(kind: str, key: str) -> Entry | None:
     try:
         facts = _checked(folder, key)
     except _Unusable as error:
+        if not folder.exists():  # another process has just deleted it
+            return None
         warnings.warn(f"the cache entry {folder} {error}; it is made again", RuntimeWarning, stacklevel=2)
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -99,8 +101,9 @@ def store(kind: str, key: str, files: Mapping[str, Path | bytes], facts: Mapping
 
 
 def remove(entry: Entry) -> None:
-    """Delete one entry; libraries of it that are loaded stay loaded."""
-    shutil.rmtree(entry.folder, ignore_errors=True)
+    """Delete one entry, at once for other processes; libraries of it that are loaded stay loaded."""
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=entry.folder.parent, prefix="old-") as scratch:
+        entry.folder.rename(Path(scratch) / entry.folder.name)
 
 
 def entries() -> list[tuple[Path, int, float]]:

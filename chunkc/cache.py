@@ -1,4 +1,4 @@
-"""``python -m chunkc.cache``: what earlier starts kept on disk (compiled graphs, prepared models), and to clear it."""
+"""``python -m chunkc.cache``: what earlier starts kept on disk (graphs, models, starts), and to clear it."""
 
 from __future__ import annotations
 

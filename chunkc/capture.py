@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -27,7 +26,9 @@ from chunkc import compat
 from chunkc.errors import UnsupportedModelError
 from chunkc.functional import functional_module
 from chunkc.live_code import attention_is_known
-from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, fake_mode_of, placeholders, symbol_of, value
+from chunkc.model_call import logits_of
+from chunkc.passes.attributes import MODEL_ATTRIBUTE
+from chunkc.passes.fx_tools import fake_mode_of, placeholders, symbol_of, value
 from chunkc.passes.size_guards import bound_of, failing_guards
 
 #: the name under which our attention function is registered with transformers; it must not contain "sdpa" or
@@ -182,20 +183,6 @@ class _LogitsOnly(nn.Module):
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         model = getattr(self, MODEL_ATTRIBUTE)
         return logits_of(model, input_ids, position_ids)
-
-
-def logits_of(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [1, S, V] of a causal LM for ``input_ids`` and ``position_ids``, int64 [1, S]."""
-    offered = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-    parameters = inspect.signature(model.forward).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    # a keyword that only **kwargs would swallow is passed too: transformers hands position_ids down that way
-    keywords = {name: v for name, v in offered.items() if name in parameters or takes_all}
-    result = model(**keywords)
-    if isinstance(result, torch.Tensor):
-        return result
-    logits = getattr(result, "logits", None)
-    return logits if logits is not None else result[0]
 
 
 def _mask_function(*arguments: Any, **keywords: Any) -> torch.Tensor:

@@ -24,6 +24,8 @@ DEFAULT_MAX_REQUESTS = 256
 #: how prefill and decode share the machine; what each means is in ``runtime.multiplex``
 Multiplex = Literal["off", "layers", "streams"]
 MULTIPLEX: tuple[Multiplex, ...] = get_args(Multiplex)
+#: how a graph runs: compiled by Inductor, or op by op, for debugging
+MODES = ("compiled", "eager")
 
 # What HuggingFace's generate does where neither the call nor the model's generation_config says anything
 # (GenerationConfig._get_default_generation_params); 0 switches min_p off.

@@ -13,15 +13,14 @@ import sys
 import types
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import chunkc
 from chunkc.artifacts import key_of
 from chunkc.live_code import CannotTell, code_of
+from chunkc.source_files import own_sources
 
 #: packages whose code is told by their version
 _KNOWN = ("torch", "transformers")
@@ -38,18 +37,7 @@ def fingerprint(model: nn.Module) -> str:
         CannotTell: it has none; the message says why.
     """
     versions = [f"{name} {metadata.version(name)}" for name in _KNOWN]
-    return key_of(*versions, _own_sources(), *code_of(model), *_describe(model))
-
-
-@functools.cache
-def _own_sources() -> str:
-    digest = hashlib.sha256()
-    for folder in sorted(set(map(str, chunkc.__path__))):
-        names = ("*.py",) if (Path(folder) / "errors.py").exists() else ()
-        names += ("passes/*.py", "kernels/*.py")
-        for file in sorted(file for pattern in names for file in Path(folder).glob(pattern)):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
+    return key_of(*versions, own_sources(), *code_of(model), *_describe(model))
 
 
 def _describe(model: nn.Module) -> Iterator[str]:

@@ -1,18 +1,9 @@
-"""One graph -> one shared library, by Inductor; and the library -> a function.
-
-Inductor's C++ wrapper makes a library with one entry point that takes tensors and returns tensors. We call that
-entry: no guards, no unpacking, no Python between the operators, and the interpreter lock is free meanwhile. The
-library alone is what is kept on disk (``chunkc.artifacts``), so a later start needs neither Inductor nor a compiler.
-"""
+"""One graph -> one shared library, by Inductor. ``chunkc.graph_library`` calls it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -23,50 +14,14 @@ from unittest import mock
 import torch
 from torch import fx
 
-import chunkc.kernels.packed_linear  # (registers an operator that ``environment`` names)
+from chunkc import kernels
 from chunkc.errors import PassError
-from chunkc.kernels.native import instruction_sets
+from chunkc.graph_library import OPTIONS
 from chunkc.passes.fx_tools import fake_mode_of, placeholders, value
 from chunkc.passes.size_guards import failing_guards
 
-#: takes a graph's inputs in order, returns its outputs
-GraphFunction = Callable[..., Sequence[torch.Tensor]]
-
-#: what we ask of Inductor: part of the key of an artifact
-OPTIONS: dict[str, Any] = {
-    "cpp_wrapper": True,
-    "cpp.dynamic_threads": True,  # as many threads as there are when it runs
-    "force_disable_caches": True,  # ours holds the result
-    # arguments come from us alone and are checked before they get here
-    "size_asserts": False,
-    "nan_asserts": False,
-}
-
-_ENTRY = "inductor_entry_cpp"
-_HEADERS = Path(chunkc.kernels.__file__).parent / "graph_headers.h"
-_loaded = itertools.count()
-
-
-def environment() -> str:
-    """What decides, beside a graph, whether a library made from it can serve this process."""
-    compiling = sorted(
-        f"{name}={text}"
-        for name, text in os.environ.items()
-        if name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"
-    )
-    names = ("mixed_attention", "packed_linear", "packed_rows")
-    operators = [str(getattr(torch.ops.chunkc, name).default._schema) for name in names]
-    facts = [
-        torch.__version__,
-        str(torch.version.git_version),
-        sys.implementation.cache_tag,
-        instruction_sets(),
-        torch.get_num_threads(),
-        OPTIONS,
-        *operators,
-        *compiling,
-    ]
-    return "\n".join(map(str, facts))
+#: the headers that every graph's code includes
+_HEADERS = Path(kernels.__file__).parent / "graph_headers.h"
 
 
 def compile_to_libraries(graph_modules: Sequence[fx.GraphModule]) -> list[Path]:
@@ -164,27 +119,3 @@ def prepare_compiler() -> None:
             num_outputs=1,
             submit_fn=lambda build: None,  # headers are made before this; the library itself is of no use
         )
-
-
-def load(library: Path) -> GraphFunction:
-    """The function of a library that ``compile_to_libraries`` made, in this process or another.
-
-    Raises:
-        ImportError: it is no such library, or of another version of Python.
-    """
-    # read by the library when it is loaded
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    spec = importlib.util.spec_from_file_location(f"chunkc_graph_{next(_loaded)}.{_ENTRY}", library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    entry = getattr(module, _ENTRY)
-    give = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-    take = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
-
-    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        outputs: Sequence[torch.Tensor] = take(entry(give(inputs)))
-        return outputs
-
-    return run

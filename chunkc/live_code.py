@@ -20,6 +20,8 @@ import torch
 import transformers
 from torch import nn
 
+from chunkc.code_digest import digest
+
 _TRANSFORMERS = str(Path(transformers.__file__).parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PYTHON = str(Path(sysconfig.get_path("stdlib"))) + "/"
@@ -55,7 +57,7 @@ def code_of(model: nn.Module) -> list[str]:
             if file.startswith(_TORCH):
                 continue
             if file.startswith("<"):  # made at run time, as dataclasses do: told by what it does
-                made.add(f"{function.__qualname__} {_digest(function.__code__)}")
+                made.add(f"{function.__qualname__} {digest(function.__code__)}")
             elif file.startswith(_INSTALLED):
                 files.add(file)
             elif not file.startswith(_PYTHON):
@@ -114,8 +116,3 @@ def _named_by(function: types.FunctionType) -> Iterator[Any]:
 @functools.cache
 def _hash(file: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def _digest(code: types.CodeType) -> str:
-    constants = [_digest(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts]
-    return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()

@@ -7,22 +7,20 @@ guards and cannot recompile.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
-from chunkc import artifacts, compat, inductor
-from chunkc.inductor import GraphFunction
+from chunkc import artifacts, compat, graph_library, inductor
+from chunkc.config import MODES
+from chunkc.graph_library import GraphFunction
 from chunkc.parts import Part, cut, name_of
-from chunkc.passes.fx_tools import attribute, output_node, placeholders
-from chunkc.program import LoweredGraph, PartCall, Program
+from chunkc.passes.attributes import attribute
+from chunkc.passes.fx_tools import output_node, placeholders
+from chunkc.program import LoweredGraph, PartCall, Program, forget_weights
 from chunkc.structure import describe
-
-MODES = ("compiled", "eager")
-_LIBRARY = "graph.so"
 
 
 @dataclass
@@ -87,21 +85,8 @@ def compile_parts(graph_module: fx.GraphModule, mode: str) -> Compiled:
     if mode != "compiled":
         return Compiled(program, first)
     # all keys before the first compilation, which narrows what the shape environment says of sizes
-    keys = tuple(artifacts.key_of(describe(part.graph), inductor.environment()) for part in first)
+    keys = tuple(artifacts.key_of(describe(part.graph), graph_library.environment()) for part in first)
     return Compiled(program, _compile(first, keys), keys)
-
-
-def load(key: str) -> GraphFunction | None:
-    """The function compiled under a key, or None where the cache does not have it."""
-    entry = artifacts.find("graph", key)
-    if entry is None:
-        return None
-    try:
-        return inductor.load(entry.folder / _LIBRARY)
-    except ImportError as error:
-        warnings.warn(f"the cache entry {entry.folder} does not load ({error}); it is made again", stacklevel=2)
-        artifacts.remove(entry)
-        return None
 
 
 def _kinds(parts: Sequence[Part]) -> list[int]:
@@ -111,7 +96,7 @@ def _kinds(parts: Sequence[Part]) -> list[int]:
 
 def _compile(graph_modules: Sequence[fx.GraphModule], keys: Sequence[str]) -> list[GraphFunction]:
     """The function of every graph, from the cache where it was compiled before."""
-    functions = [load(key) for key in keys]
+    functions = [graph_library.find(key) for key in keys]
     missing = [number for number, function in enumerate(functions) if function is None]
     if missing:
         with compat.one_graph_for_every_size():
@@ -119,13 +104,6 @@ def _compile(graph_modules: Sequence[fx.GraphModule], keys: Sequence[str]) -> li
         compile_counter.graphs += len(missing)
         for number, library in zip(missing, libraries, strict=True):
             facts = {"nodes": len(graph_modules[number].graph.nodes)}
-            entry = artifacts.store("graph", keys[number], {_LIBRARY: library}, facts)
-            functions[number] = inductor.load(library if entry is None else entry.folder / _LIBRARY)
+            entry = artifacts.store("graph", keys[number], {graph_library.LIBRARY: library}, facts)
+            functions[number] = graph_library.load(library if entry is None else entry.folder / graph_library.LIBRARY)
     return [function for function in functions if function is not None]
-
-
-def forget_weights(graph_module: nn.Module) -> None:
-    """Let go of a module's tensors; who needs one holds it."""
-    for module in graph_module.modules():
-        module._parameters.clear()
-        module._buffers.clear()

@@ -17,6 +17,7 @@ from unittest import mock
 from chunkc.errors import ChunkcError
 from chunkc.gguf_reading import read_once
 from chunkc.memory import give_back
+from chunkc.tokenizer_loading import first_line, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ def _load_gguf(file: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, 
             model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options, **unpack)
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # a damaged file fails anywhere in the reader
-        raise ModelLoadError(f"transformers could not read the GGUF file {file}: {_first_line(error)}") from error
+        raise ModelLoadError(f"transformers could not read the GGUF file {file}: {first_line(error)}") from error
     _forget_quantization(model)
     return model.eval(), tokenizer
 
@@ -169,18 +170,13 @@ def _load_huggingface(
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         hint = "" if isinstance(source, Path) else f", or use {DEFAULT_MODEL} after `{_DEFAULT_MODEL_INSTALL}`"
         raise ModelLoadError(
-            f"transformers could not load a causal language model from {source!s} ({_first_line(error)}); "
+            f"transformers could not load a causal language model from {source!s} ({first_line(error)}); "
             f"check the name, or give the folder of a model saved with save_pretrained(){hint}"
         ) from error
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        warnings.warn(
-            f"No tokenizer loaded from {source!s}, so prompts must be token ids ({_first_line(error)})",
-            stacklevel=3,
-        )
-        tokenizer = None
-    return model.eval(), tokenizer
+    found = load_tokenizer(source)
+    if found.missing is not None:
+        warnings.warn(found.missing, stacklevel=3)
+    return model.eval(), found.tokenizer
 
 
 @contextlib.contextmanager
@@ -200,12 +196,6 @@ def _without_progress_bars() -> Iterator[None]:
             if hasattr(gguf_reader, "tqdm"):
                 stack.enter_context(mock.patch.object(gguf_reader, "tqdm", _no_bar))
         yield
-
-
-def _first_line(error: Exception) -> str:
-    """What is wrong, out of the many lines of transformers' messages; the chained error has the rest."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
 def _no_bar(iterable: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from chunkc import preparation
 from chunkc.errors import UnsupportedModelError
-from chunkc.inductor import GraphFunction
+from chunkc.graph_library import GraphFunction
 from chunkc.passes.core import core_passes
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.pipeline import PassPipeline

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkc.passes.fx_tools import aten, output_node, placeholders, symbol_of, value
 from chunkc.passes.split_layers import part_of
+from chunkc.program import WEIGHT
 
-#: before the names of weights and of computed values, which inputs' names lack
-WEIGHT, COMPUTED = "weight:", "%"
+#: before the names of computed values, which inputs' names lack, as they lack WEIGHT
+COMPUTED = "%"
 
 
 @dataclass(frozen=True)

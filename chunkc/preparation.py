@@ -7,99 +7,35 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import fx, nn
 
-from chunkc import artifacts, inductor, memory
+from chunkc import artifacts, graph_library, inductor
+from chunkc.assembly import Preparation
 from chunkc.errors import UnsupportedModelError
 from chunkc.fingerprint import CannotTell, fingerprint
-from chunkc.inductor import GraphFunction
 from chunkc.kernels import cpu_backend, packed_linear, planner
 from chunkc.kernels.native import instruction_sets
-from chunkc.lower import compile_parts, forget_weights
+from chunkc.lower import compile_parts
+from chunkc.passes.attributes import attribute
 from chunkc.passes.base import GraphPass
-from chunkc.passes.fx_tools import attribute, output_node, set_attribute, value
-from chunkc.passes.made_tensors import Made, ingredients, make, make_all
+from chunkc.passes.fx_tools import output_node, value
+from chunkc.passes.made_tensors import ingredients
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.prepared import Prepared, load_prepared, originals_of, own_tensor, store
-from chunkc.program import LoweredGraph
+from chunkc.program import forget_weights
 from chunkc.rewriting import rewrite
 
 #: larger constants are not worth keeping; capturing the model again is
 _LARGEST_CONSTANTS = 64 * 2**20
-#: bytes that may lie about freed, in the C library's hands, while weights are made
-_TRIM_AFTER = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """A prepared model.
-
-    Attributes:
-        prepared: what is known of it.
-        functions: one a kind of part.
-        source: where it comes from, in words.
-        seconds: time it took.
-        originals: what its weights are made of, by name, until ``lowered`` makes them.
-        made: how; nothing where passes made the tensors themselves.
-        resources: what must live as long as the graph may run.
-        before_lowering: the graph before compilation, where there is one, to find a faulty module.
-        constants: see ``prepared.store``; None where it is not to be kept.
-    """
-
-    prepared: Prepared
-    functions: Sequence[GraphFunction]
-    source: str
-    seconds: float
-    originals: dict[str, torch.Tensor]
-    made: Mapping[str, Made]
-    resources: list[Any] = field(default_factory=list)
-    before_lowering: fx.GraphModule | None = None
-    constants: dict[str, torch.Tensor] | None = None
-
-    def lowered(self, *, owned: bool = False) -> LoweredGraph:
-        """The callable, once: the tensors that its weights are made of are let go of, one after the other.
-
-        Args:
-            owned: nobody else holds any of them.
-        """
-        freed = 0
-
-        def released(size: int) -> None:
-            nonlocal freed
-            freed += size
-            if freed > _TRIM_AFTER:
-                freed = 0
-                memory.trim()
-
-        names = self.prepared.program.weights
-        held = self.constants or ()  # to be kept on disk
-        weights = make_all(names, self.made, self.originals, self.resources, owned=owned, held=held, released=released)
-        memory.trim()
-        return LoweredGraph(self.prepared.program, self.functions, weights, self.resources)
-
-    def runnable(self, model: nn.Module) -> fx.GraphModule | None:
-        """The graph before compilation, where there is one, over the weights of a model like the one prepared."""
-        graph_module = self.before_lowering
-        if graph_module is None or not self.made:
-            return graph_module
-        originals = originals_of(self.prepared.program, self.made, model, self.constants or {})
-        for node in graph_module.graph.find_nodes(op="get_attr"):
-            set_attribute(
-                graph_module, node.target, make(node.target, self.made, originals.__getitem__, self.resources)
-            )
-        return graph_module
 
 
 def key_for(model: nn.Module) -> str | None:
     """The key under which a model prepared by the core passes is kept, or None where that cannot be told."""
     try:
-        return artifacts.key_of(fingerprint(model), inductor.environment())
+        return artifacts.key_of(fingerprint(model), graph_library.environment())
     except CannotTell:
         return None
 
@@ -108,10 +44,11 @@ def from_cache(key: str | None, model: nn.Module) -> Preparation | None:
     """The model as it was kept under ``key``, to be made of its weights; None where the cache lacks a piece."""
     start = time.perf_counter()
     entry = artifacts.find("model", key) if key is not None else None
-    found = load_prepared(entry, model) if entry is not None else None
+    found = load_prepared(entry) if entry is not None else None
     if found is None:
         return None
-    prepared, functions, originals = found
+    prepared, functions, constants = found
+    originals = originals_of(prepared.program, prepared.made, model, constants)
     return Preparation(prepared, functions, "the cache", time.perf_counter() - start, originals, prepared.made)
 
 

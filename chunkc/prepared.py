@@ -16,14 +16,13 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 
-from chunkc import artifacts
+from chunkc import artifacts, graph_library
 from chunkc.artifacts import Entry
-from chunkc.inductor import GraphFunction
-from chunkc.lower import load
-from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, attribute
+from chunkc.graph_library import GraphFunction
+from chunkc.passes.attention_layer import AttentionLayer
+from chunkc.passes.attributes import MODEL_ATTRIBUTE, attribute
 from chunkc.passes.made_tensors import Concatenated, Made, Packed, ingredients
-from chunkc.passes.page_attention import AttentionLayer
-from chunkc.passes.pipeline import PassRecord
+from chunkc.passes.reports import PassRecord
 from chunkc.program import Program
 
 _DATA, _CONSTANTS = "model.json", "constants.safetensors"
@@ -83,10 +82,8 @@ def store(key: str, prepared: Prepared, constants: Mapping[str, torch.Tensor]) -
     artifacts.store("model", key, files, {"parts": len(prepared.program.parts)})
 
 
-def load_prepared(
-    entry: Entry, model: nn.Module
-) -> tuple[Prepared, list[GraphFunction], dict[str, torch.Tensor]] | None:
-    """The prepared model of a cache entry, its functions, and what its weights are made of, from ``model``.
+def load_prepared(entry: Entry) -> tuple[Prepared, list[GraphFunction], Mapping[str, torch.Tensor]] | None:
+    """The prepared model of a cache entry, its functions, and its constants.
 
     Returns:
         None where a piece is not there.
@@ -95,7 +92,7 @@ def load_prepared(
         prepared = _adapter().validate_json((entry.folder / _DATA).read_bytes())
     except ValidationError:  # of an older chunkc
         return None
-    functions = [load(key) for key in prepared.functions]
+    functions = [graph_library.find(key) for key in prepared.functions]
     found = [function for function in functions if function is not None]
     if len(found) != len(functions):
         return None
@@ -104,7 +101,7 @@ def load_prepared(
         from safetensors.torch import load_file
 
         constants = load_file(entry.folder / _CONSTANTS)
-    return prepared, found, originals_of(prepared.program, prepared.made, model, constants)
+    return prepared, found, constants
 
 
 def originals_of(

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from chunkc.inductor import GraphFunction
+from chunkc.graph_library import GraphFunction
 from chunkc.kernels.packed_linear import PackedWeight
-from chunkc.parts import WEIGHT
+
+#: before the names of weights among the inputs of parts
+WEIGHT = "weight:"
 
 
 @dataclass(frozen=True)
@@ -155,3 +158,10 @@ class LoweredGraph:
         logits = state[self._result]
         assert logits is not None
         return logits
+
+
+def forget_weights(graph_module: nn.Module) -> None:
+    """Let go of a module's tensors; who needs one holds it."""
+    for module in graph_module.modules():
+        module._parameters.clear()
+        module._buffers.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from chunkc.check import Verification
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.prepared import Prepared
 
 
@@ -63,8 +63,8 @@ class CompileReport:
             found = self.verification
             most = "" if found.rows_within == 1 else f" for {found.rows_within:.0%} of them"
             lines.append(
-                f"checked against the model in {self.verify_seconds:.1f} s: {found.rows} rows of logits, worst error "
-                f"{found.worst:.1e} of their spread ({found.tolerance:.1e} allowed{most})"
+                f"checked against {found.against} in {self.verify_seconds:.1f} s: {found.rows} rows of logits, worst "
+                f"error {found.worst:.1e} of their spread ({found.tolerance:.1e} allowed{most})"
             )
         lines.append(self.cache)
         return lines

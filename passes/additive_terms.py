@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.passes.fx_tools import aten, attribute, is_call, rank, symbol_of, value
+from chunkc.passes.attributes import attribute
+from chunkc.passes.fx_tools import aten, is_call, rank, symbol_of, value
 from chunkc.passes.mask_evaluation import EVALUATION_ERRORS, Evaluation, table_behind
 from chunkc.passes.mask_meaning import FORBIDDEN
 

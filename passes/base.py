@@ -22,33 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from chunkc.passes.reports import PassReport, Skipped
 
-@dataclass(frozen=True)
-class Skipped:
-    """Something a pass looked at and left alone.
-
-    Attributes:
-        what: the node or module concerned.
-        why: the reason, in words.
-    """
-
-    what: str
-    why: str
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What one run of one pass did.
-
-    Attributes:
-        matches: how many places were rewritten (or, for an analysis, examined).
-        skipped: candidates that were left alone, with the reason.
-        notes: findings for ``explain()``, in words.
-    """
-
-    matches: int
-    skipped: tuple[Skipped, ...] = ()
-    notes: tuple[str, ...] = ()
+__all__ = ["GraphPass", "PassContext", "PassReport", "Skipped"]
 
 
 @dataclass

@@ -30,7 +30,8 @@ from torch import fx
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, call, is_call, module_path, value
-from chunkc.passes.made_tensors import Concatenated, register
+from chunkc.passes.made_tensors import Concatenated
+from chunkc.passes.register_made import register
 from chunkc.passes.unused import drop_unused_tensors
 
 _PREFIX = "fused_linear"

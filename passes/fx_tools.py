@@ -14,9 +14,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 import chunkc.kernels.ops  # noqa: F401  (registers chunkc::attention, which passes name)
 from chunkc.errors import UnsupportedModelError
-
-#: attribute under which the captured wrapper holds the model; left out of the module paths shown to people
-MODEL_ATTRIBUTE = "hf"
+from chunkc.passes.attributes import MODEL_ATTRIBUTE
 
 aten = torch.ops.aten
 
@@ -147,17 +145,3 @@ def _without_floors(size: int | torch.SymInt) -> Any:
         return quotient if exact else FloorDiv(base, divisor)
 
     return sympy.expand(expression.replace(FloorDiv, divided))
-
-
-def attribute(graph_module: fx.GraphModule, target: str) -> Any:
-    """The parameter, buffer or constant that a ``get_attr`` node names."""
-    result: Any = graph_module
-    for part in target.split("."):
-        result = getattr(result, part)
-    return result
-
-
-def set_attribute(graph_module: fx.GraphModule, target: str, tensor: torch.Tensor) -> None:
-    """Make a tensor what a ``get_attr`` node names; the modules on the way to it must be there."""
-    path, _, name = target.rpartition(".")
-    graph_module.get_submodule(path).register_buffer(name, tensor)

@@ -1,9 +1,9 @@
 """How the tensors that passes make come from the model's own: so that they can be made again without the passes.
 
-A pass ``register``s a tensor on the graph by saying what it is made of. Names are those of the graph's attributes; what
-is not in ``context.made`` is the captured model's parameter, buffer or constant of that name. Where the context says
-that tensors are deferred the graph holds a fake one, which no computation takes for real, and ``make_all`` makes the
-real ones when the passes are done, letting go of what they are made of.
+A pass registers a tensor on the graph (``register_made``) by saying what it is made of. Names are those of the graph's
+attributes; what is not in ``context.made`` is the captured model's parameter, buffer or constant of that name. Where
+the context says that tensors are deferred the graph holds a fake one, which no computation takes for real, and
+``make_all`` makes the real ones when the passes are done, letting go of what they are made of.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
 
 from chunkc.kernels.cpu_memory import take_back
 from chunkc.kernels.packed_linear import PackedWeight
-from chunkc.passes.base import PassContext
-from chunkc.passes.fx_tools import attribute, fake_mode_of
 
 
 @dataclass(frozen=True)
@@ -40,34 +37,6 @@ class Packed:
 
 
 Made = Concatenated | Packed
-
-
-def register(graph_module: fx.GraphModule, name: str, how: Made, context: PassContext) -> None:
-    """Give the graph a tensor, real or (where ``context.deferred``) fake, and note how it is made.
-
-    Args:
-        name: of the new attribute.
-        how: made of attributes that the graph has.
-    """
-    context.made[name] = how
-    if not context.deferred:
-        tensor = make(name, {name: how}, lambda part: attribute(graph_module, part), context.resources)
-    else:
-        mode = fake_mode_of(graph_module.graph)
-        for part in ingredients(name, {name: how}):
-            if part not in context.made:
-                context.ingredients[part] = attribute(graph_module, part).detach()
-
-        def fake(part: str) -> torch.Tensor:
-            found = attribute(graph_module, part)
-            return found if part in context.made else mode.from_tensor(found.detach(), static_shapes=True)
-
-        with mode:
-            tensor = torch.empty(1, dtype=torch.int64) if isinstance(how, Packed) else make(name, {name: how}, fake, [])
-    if isinstance(how, Packed):
-        graph_module.register_buffer(name, tensor)
-    else:
-        graph_module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def ingredients(name: str, made: Mapping[str, Made]) -> Iterator[str]:

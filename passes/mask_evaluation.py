@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.passes.fx_tools import aten, attribute, is_call, rank, refuse, symbol_of, value
+from chunkc.passes.attributes import attribute
+from chunkc.passes.fx_tools import aten, is_call, rank, refuse, symbol_of, value
 from chunkc.passes.mask_sampling import SHAPE_ONLY, ancestors, dynamic_dims, is_token_range, whole_nodes
 from chunkc.passes.size_arguments import sizes_as_numbers
 

@@ -29,7 +29,8 @@ from chunkc.kernels.packed_linear import active_body, can_pack
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, call, is_call, module_path, value
-from chunkc.passes.made_tensors import Packed, register
+from chunkc.passes.made_tensors import Packed
+from chunkc.passes.register_made import register
 from chunkc.passes.unused import drop_unused_tensors
 
 

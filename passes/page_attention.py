@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from chunkc.dtypes import TorchDtype
 from chunkc.kernels.tasks import AttentionShape, Merge, Task
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.passes.base import GraphPass, PassContext, PassReport
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import (
@@ -37,23 +37,6 @@ from chunkc.passes.fx_tools import (
     symbol_of,
     value,
 )
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """One attention call of the rewritten graph.
-
-    Attributes:
-        index: its number; its pages are the inputs ``k_pages_{index}`` and ``v_pages_{index}``.
-        shape: heads, head dims, window and chunk: what the task planner needs.
-        plan: number of its task table; its inputs are ``tasks_{plan}`` and ``merges_{plan}``.
-        dtype: of keys and values in the pages.
-    """
-
-    index: int
-    shape: AttentionShape
-    plan: int
-    dtype: TorchDtype
 
 
 @dataclass(frozen=True)

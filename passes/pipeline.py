@@ -10,38 +10,19 @@ import copy
 import difflib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
 
 from chunkc.errors import ChunkcError, PassError
-from chunkc.passes.base import GraphPass, PassContext, PassReport
+from chunkc.passes.base import GraphPass, PassContext
 from chunkc.passes.facts import check_fact, has_checker
 from chunkc.passes.order import order_passes
 from chunkc.passes.propagate import propagate
+from chunkc.passes.reports import PassRecord, PassReport
 
 #: called as ``callback(name, graph_module)`` for the captured graph (name "captured") and after every pass
 Callback = Callable[[str, fx.GraphModule], None]
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """One row of ``explain()``.
-
-    Attributes:
-        name: the pass.
-        report: what it said of itself.
-        nodes_before, nodes_after: number of nodes in the graph.
-        seconds: time in the pass, and in checking the graph after it.
-    """
-
-    name: str
-    report: PassReport
-    nodes_before: int
-    nodes_after: int
-    seconds: float
-    check_seconds: float
 
 
 class PassPipeline:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from chunkc.passes.fx_tools import attribute, refuse, value
+from chunkc.passes.attributes import attribute
+from chunkc.passes.fx_tools import refuse, value
 from chunkc.passes.mask_evaluation import EVALUATION_ERRORS, Evaluation, table_behind
 from chunkc.passes.mask_meaning import DEFAULT_LONGEST, SHORT_LENGTHS
 from chunkc.passes.slope_bounds import SlopeBounds

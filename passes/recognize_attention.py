@@ -30,12 +30,12 @@ from torch import fx
 from chunkc.errors import UnsupportedModelError
 from chunkc.passes.additive_terms import split_terms
 from chunkc.passes.attention_meaning import CAUSAL_HINT, NOT_CAUSAL, Proofs, refuse_other_code
+from chunkc.passes.attributes import attribute
 from chunkc.passes.base import GraphPass, PassContext, PassReport
 from chunkc.passes.eager_attention import SCALED_AFTER_MASK, EagerAttention, match_eager
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import (
     aten,
-    attribute,
     call,
     fake_mode_of,
     is_call,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from chunkc.kernels import device as device_models
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.fences import Fence
 from chunkc.runtime.lanes import Worker
 from chunkc.runtime.sm_partition import Partitioner, PartitionError, SmDivision

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from chunkc.kernels.tasks import Merge, Task
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
 from chunkc.runtime.step_inputs import DeviceInputs, Layout, Tensors
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.fences import Immediate, Stream
 from chunkc.runtime.lanes import Lane, Worker
 from chunkc.runtime.step_inputs import HostInputs, StepInputs

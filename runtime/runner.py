@@ -11,7 +11,7 @@ import torch
 
 from chunkc.errors import CapacityError
 from chunkc.kernels.cpu_memory import prefer_huge_pages
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
 from chunkc.runtime.machine import CORES, Machine
 

@@ -15,7 +15,7 @@ import torch
 from chunkc.kernels.device import DeviceModel, cpu
 from chunkc.kernels.tasks import plan_tasks
 from chunkc.kernels.triton_config import Device, plan_step
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from chunkc import compat, inductor
+from chunkc import compat, graph_library, inductor
 from chunkc.parts import cut
 from chunkc.passes.propagate import propagate
 from chunkc.passes.split_layers import _PART
@@ -44,7 +44,7 @@ def parts():
         propagate(graph_module)
         found = cut(graph_module)
         library = inductor.compile_to_libraries([found[0].graph_module])[0]
-    return found[0], inductor.load(library)
+    return found[0], graph_library.load(library)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
@@ -71,16 +71,16 @@ def test_no_output_is_an_alias_of_an_input(parts):
 def test_what_is_no_library_is_an_import_error(tmp_path):
     (tmp_path / "graph.so").write_bytes(b"no library")
     with pytest.raises(ImportError):
-        inductor.load(tmp_path / "graph.so")
+        graph_library.load(tmp_path / "graph.so")
 
 
 def test_what_decides_whether_a_library_fits_is_not_where_inductor_keeps_its_own(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
-    here = inductor.environment()
+    here = graph_library.environment()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert inductor.environment() == here
+    assert graph_library.environment() == here
     monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
-    assert inductor.environment() != here
+    assert graph_library.environment() != here
 
 
 @pytest.mark.parametrize("told", [None, True, False])

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 211
 #: largest number of tokens that the tiny models are defined for
@@ -165,6 +167,15 @@ def randomize(module: nn.Module, seed: int = 0) -> None:
                 parameter.copy_(noise * 1.2 / min(parameter.shape[-2:]) ** 0.5)
             else:  # norms start at one (or at zero, where they are "one plus weight"), biases and sinks at zero
                 parameter.add_(noise * 0.2)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer of one token a word, ``w7`` for token 7, with a chat template."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w3")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}w9"
+    tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True)

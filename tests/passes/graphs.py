@@ -27,9 +27,10 @@ from chunkc import compat
 from chunkc.capture import capture
 from chunkc.errors import ChunkcError, UnsupportedModelError
 from chunkc.kernels.tasks import plan_tasks
+from chunkc.passes.attributes import MODEL_ATTRIBUTE
 from chunkc.passes.base import GraphPass, PassContext, PassReport
 from chunkc.passes.core import core_passes
-from chunkc.passes.fx_tools import MODEL_ATTRIBUTE, placeholders, value
+from chunkc.passes.fx_tools import placeholders, value
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.passes.propagate import propagate
 

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 from chunkc import compat
+from chunkc.passes.attributes import attribute
 from chunkc.passes.fx_tools import (
     add_placeholder,
     aten,
-    attribute,
     call,
     fake_mode_of,
     is_call,

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import chunkc.passes.made_tensors as made_tensors
 from chunkc.kernels.packed_linear import can_pack
+from chunkc.passes.attributes import attribute, set_attribute
 from chunkc.passes.execute import run_on_prompt
-from chunkc.passes.fx_tools import attribute, set_attribute
 from chunkc.passes.made_tensors import Concatenated, Packed, make, make_all
 from chunkc.rewriting import rewrite
 

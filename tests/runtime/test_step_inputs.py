@@ -8,7 +8,7 @@ from test_cursor import World
 from chunkc.kernels import device as device_models
 from chunkc.kernels.tasks import AttentionShape
 from chunkc.kernels.triton_config import Device, plan_step
-from chunkc.passes.page_attention import AttentionLayer
+from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.batch import Chunk, pack
 from chunkc.runtime.step_inputs import DeviceInputs, Layout, of_batch
 
