@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from chunkc import folder_start
+from chunkc import early_builds, folder_start
 from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, MODES, EngineConfig, Multiplex
 from chunkc.entrance import enter
 from chunkc.prepared import Prepared
@@ -105,6 +105,7 @@ def compile(
     if entrance is not None:
         started = folder_start.start(entrance, config, tokenizer=tokenizer, verify=verify)
     if started is None:
+        early_builds.begin()
         from chunkc import model_start  # capture and passes, which a start from a folder can do without
 
         started = model_start.start(

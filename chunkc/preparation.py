@@ -16,8 +16,6 @@ from chunkc import artifacts, graph_library, inductor
 from chunkc.assembly import Preparation
 from chunkc.errors import UnsupportedModelError
 from chunkc.fingerprint import CannotTell, fingerprint
-from chunkc.kernels import cpu_backend, packed_linear, planner
-from chunkc.kernels.native import instruction_sets
 from chunkc.lower import compile_parts
 from chunkc.passes.attributes import attribute
 from chunkc.passes.base import GraphPass
@@ -60,9 +58,15 @@ def from_scratch(
     Raises:
         UnsupportedModelError: see ``rewrite``; also passes whose result cannot be served.
     """
-    _build_ahead(mode)
+    if mode == "compiled":
+        threading.Thread(target=_prepare_compiler, name="chunkc-compiler", daemon=True).start()
     with _without_collecting():
         return _from_scratch(model, passes=passes, dump=dump, mode=mode)
+
+
+def _prepare_compiler() -> None:
+    with contextlib.suppress(Exception):  # the first compilation meets it again
+        inductor.prepare_compiler()
 
 
 @contextlib.contextmanager
@@ -128,27 +132,6 @@ def _from_scratch(
         before_lowering,
         constants,
     )
-
-
-def _build_ahead(mode: str) -> None:
-    """Have the native libraries built and the compiler made ready, where they are not yet, during capture.
-
-    Who needs one waits for its lock, and meets the error of a build that failed by building it again.
-    """
-
-    tasks = [packed_linear.LIBRARY.find_or_build, cpu_backend.LIBRARY.find_or_build, planner.LIBRARY.find_or_build]
-    if "avx512f" not in instruction_sets():  # most likely no kernel of ours
-        tasks.append(packed_linear.ONEDNN.find_or_build)
-    if mode == "compiled":
-        tasks.insert(1, inductor.prepare_compiler)
-
-    def build() -> None:
-        while tasks:
-            with contextlib.suppress(Exception):
-                tasks.pop(0)()
-
-    for _ in range(2):  # compilers run in processes of their own
-        threading.Thread(target=build, name="chunkc-build", daemon=True).start()
 
 
 def keep(key: str | None, work: Preparation) -> None:

@@ -50,13 +50,13 @@ class NativeLibrary:
         Raises:
             ChunkcError: the compiler could not build it, or the cache's folder cannot be written.
         """
-        folder = cache_dir() / f"{self.name}-{self._key()}"
-        library = folder / f"{self.name}.so"
+        library = self._place()
         if _is_whole(library):
             return library
         cxx = compiler()
         if cxx is None:
             return None
+        folder = library.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _file_lock(folder / "lock"):
@@ -68,6 +68,13 @@ class NativeLibrary:
                 "Set CHUNKC_CACHE_DIR to a folder that can be written."
             ) from error
         return library
+
+    def is_built(self) -> bool:
+        """Whether the cache has it; whether as it was built, ``find_or_build`` sees."""
+        return self._place().exists()
+
+    def _place(self) -> Path:
+        return cache_dir() / f"{self.name}-{self._key()}" / f"{self.name}.so"
 
     def _compile(self, cxx: str, library: Path) -> None:
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:

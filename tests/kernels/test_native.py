@@ -41,11 +41,12 @@ def test_a_folder_that_cannot_be_written_says_so(
 def test_a_kept_library_needs_no_compiler(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     built = library.find_or_build()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert built is not None and library.find_or_build() == built
+    assert built is not None and library.is_built() and library.find_or_build() == built
 
 
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path))
+    assert not planner.LIBRARY.is_built()
     built = planner.LIBRARY.find_or_build()
     assert built is not None
     whole = built.read_bytes()
