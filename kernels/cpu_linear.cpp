@@ -1,11 +1,14 @@
 // chunkc::packed_linear on CPU: x [..., K] times a packed weight [N, K] transposed, plus bias [N], in x's dtype or in
-// float32.
+// float32. And chunkc::fused_linear, which does what comes before and after in the same go.
 //
 // Own kernels serve float32 where there is AVX512, and bfloat16 where there are its dot products but no matrix
 // registers (AMX), which oneDNN uses and we do not. oneDNN serves the rest.
 
+#include "cpu_linear_epilogue.h"
 #include "cpu_linear_memory.h"
+#include "cpu_linear_norm.h"
 #include "cpu_linear_onednn.h"
+#include "cpu_linear_plain.h"
 #include "cpu_linear_product.h"
 #include "cpu_linear_registry.h"
 #include "cpu_operator.h"
@@ -20,8 +23,9 @@ namespace {
 struct Weight {
   at::ScalarType dtype;
   int64_t in_features, out_features;
+  bool gated;
   Memory memory;  // in our layout, or
-  at::Tensor opaque;  // in oneDNN's
+  at::Tensor opaque;  // in oneDNN's, where the rows of a gated one lie as they did
 };
 
 Registry<Weight>& registry() {
@@ -50,19 +54,29 @@ void with_type(at::ScalarType dtype, const F& f) {
     f(c10::BFloat16(0.0f));
 }
 
+#if defined(CHUNKC_AVX512)
+template <typename T>
+Layout layout_of(const Weight& weight) {
+  return Layout::of<T>(weight.in_features, weight.out_features, weight.gated);
+}
+#endif
+
 // Calls of oneDNN, in a library of their own: they need headers that take longer to read than all of this to compile.
 OneDNN onednn{};
 
-int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed) {
+int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed, bool gated) {
   TORCH_CHECK_VALUE(tensor.dim() == 2, "packed_linear: a weight is [N, K], not ", tensor.sizes());
+  TORCH_CHECK_VALUE(
+      !gated || tensor.size(0) % (2 * kTurn) == 0, "packed_linear: half the rows of a gated weight [", tensor.size(0),
+      ", K] are no multiple of ", kTurn);
   auto weight = std::make_unique<Weight>();
   weight->dtype = tensor.scalar_type();
-  weight->out_features = tensor.size(0), weight->in_features = tensor.size(1);
+  weight->out_features = tensor.size(0), weight->in_features = tensor.size(1), weight->gated = gated;
   if (own && has_own_kernel(weight->dtype)) {
 #if defined(CHUNKC_AVX512)
     with_type(weight->dtype, [&](auto zero) {
       using T = decltype(zero);
-      const Layout layout = Layout::of<T>(weight->in_features, weight->out_features);
+      const Layout layout = layout_of<T>(*weight);
       weight->memory = Memory::allocate(layout.bytes());
       pack<T>(tensor, layout, weight->memory.data(), consumed);
     });
@@ -76,7 +90,8 @@ int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed) {
 
 #if defined(CHUNKC_AVX512)
 at::Tensor multiply_by_own(
-    const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype) {
+    const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
+    const Around& around) {
   // rows at any distance, as long as it is one distance
   const int64_t num_rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
   at::Tensor rows = x;
@@ -84,9 +99,10 @@ at::Tensor multiply_by_own(
     rows = x.reshape({num_rows, weight.in_features});
     rows = rows.stride(1) == 1 ? rows : rows.contiguous();
   }
-  const at::Tensor added = bias ? bias->contiguous() : at::Tensor();
+  const auto plain = [](const std::optional<at::Tensor>& given) { return given ? given->contiguous() : at::Tensor(); };
+  const at::Tensor added = plain(bias), norm_weight = plain(around.norm_weight), residual = plain(around.residual);
   at::DimVector shape(x.sizes());
-  shape.back() = weight.out_features;
+  shape.back() = weight.out_features / (weight.gated ? 2 : 1);
   const at::Tensor out = at::detail::empty_cpu(shape, x.options().dtype(out_dtype));
   with_type(weight.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -94,11 +110,20 @@ at::Tensor multiply_by_own(
     p.x = rows.const_data_ptr<T>();
     p.rows = num_rows;
     p.x_stride = rows.is_contiguous() ? weight.in_features : rows.stride(0);
-    p.layout = Layout::of<T>(weight.in_features, weight.out_features);
+    at::Tensor normalised;
+    if (norm_weight.defined() && out.numel() > 0) {
+      normalised = at::detail::empty_cpu({num_rows, weight.in_features}, x.options());
+      normalise(
+          p.x, p.x_stride, num_rows, weight.in_features, norm_weight.const_data_ptr<T>(), float(around.norm_eps),
+          normalised.mutable_data_ptr<T>());
+      p.x = normalised.const_data_ptr<T>(), p.x_stride = weight.in_features;
+    }
+    p.layout = layout_of<T>(weight);
     p.weight = weight.memory.data();
     p.bias = bias ? added.const_data_ptr<T>() : nullptr;
     p.out = out.mutable_data_ptr();
     p.wide = out_dtype != x.scalar_type();
+    p.epilogue = {around.activation, residual.defined() ? residual.const_data_ptr<T>() : nullptr};
     if (out.numel() > 0)
       multiply(p);
   });
@@ -135,8 +160,9 @@ at::Tensor packed_rows(const at::Tensor& numbers, const at::Tensor& handle, int6
     const at::Tensor which = numbers.to(at::kLong).contiguous();
     with_type(dtype, [&](auto zero) {
       using T = decltype(zero);
-      const Layout layout = Layout::of<T>(weight.in_features, weight.out_features);
-      unpack<T>(weight.memory.data(), layout, which.const_data_ptr<int64_t>(), which.numel(), out.data_ptr<T>());
+      unpack<T>(
+          weight.memory.data(), layout_of<T>(weight), which.const_data_ptr<int64_t>(), which.numel(),
+          out.data_ptr<T>());
     });
     return out;
   }
@@ -146,6 +172,19 @@ at::Tensor packed_rows(const at::Tensor& numbers, const at::Tensor& handle, int6
   return weight.opaque.to_dense().index_select(0, numbers.reshape(-1)).reshape(shape);
 }
 
+// Whether x [..., K] and bias fit the weight; `name` is the operator's.
+void check_operands(
+    const char* name, const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(
+      x.dim() >= 1 && x.size(-1) == weight.in_features, name, ": x ", x.sizes(), " does not fit a weight [",
+      weight.out_features, ", ", weight.in_features, "]");
+  TORCH_CHECK_TYPE(
+      x.scalar_type() == weight.dtype && (!bias || bias->scalar_type() == weight.dtype), name,
+      ": x and bias must have the weight's dtype, ", weight.dtype);
+  TORCH_CHECK_VALUE(
+      !bias || (bias->dim() == 1 && bias->size(0) == weight.out_features), name, ": bias must be [N]");
+}
+
 at::Tensor packed_linear(
     const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features,
     std::optional<at::ScalarType> wanted) {
@@ -153,27 +192,57 @@ at::Tensor packed_linear(
   const int64_t number = number_of(handle);
   const auto borrowed = registry().find(number);
   const Weight& weight = present(borrowed.get(), number);
+  check_operands("packed_linear", x, weight, bias);
   TORCH_CHECK_VALUE(
-      x.dim() >= 1 && x.size(-1) == weight.in_features && out_features == weight.out_features,
-      "packed_linear: x ", x.sizes(), " and ", out_features, " columns do not fit a weight [", weight.out_features,
-      ", ", weight.in_features, "]");
-  TORCH_CHECK_TYPE(
-      x.scalar_type() == weight.dtype && (!bias || bias->scalar_type() == weight.dtype),
-      "packed_linear: x and bias must have the weight's dtype, ", weight.dtype);
-  TORCH_CHECK_VALUE(
-      !bias || (bias->dim() == 1 && bias->size(0) == out_features), "packed_linear: bias must be [N]");
+      out_features == weight.out_features && !weight.gated, "packed_linear: ", out_features,
+      " columns do not fit a ", weight.gated ? "gated " : "", "weight [", weight.out_features, ", ",
+      weight.in_features, "]");
   TORCH_CHECK_TYPE(
       out_dtype == x.scalar_type() || out_dtype == at::kFloat, "packed_linear: results are ", x.scalar_type(),
       " as x is, or float32, not ", out_dtype);
 #if defined(CHUNKC_AVX512)
   if (!weight.opaque.defined())
-    return multiply_by_own(x, weight, bias, out_dtype);
+    return multiply_by_own(x, weight, bias, out_dtype, {});
 #endif
   return onednn.multiply(x, weight.opaque, bias).to(out_dtype);
 }
 
-int64_t boxed_pack_linear_weight(const Handle& weight, bool own, bool consumed) {
-  return pack_linear_weight(tensor_of(weight), own, consumed);
+at::Tensor fused_linear(
+    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features,
+    const Around& around) {
+  const int64_t number = number_of(handle);
+  const auto borrowed = registry().find(number);
+  const Weight& weight = present(borrowed.get(), number);
+  check_operands("fused_linear", x, weight, bias);
+  TORCH_CHECK_VALUE(
+      weight.gated == (around.activation != Activation::kNone),
+      "fused_linear: a gated weight needs an activation, and another has none");
+  TORCH_CHECK_VALUE(
+      out_features == weight.out_features / (weight.gated ? 2 : 1), "fused_linear: ", out_features,
+      " columns do not fit a weight [", weight.out_features, ", ", weight.in_features, "]");
+  const auto has_dtype = [&](const std::optional<at::Tensor>& tensor) {
+    return !tensor || tensor->scalar_type() == weight.dtype;
+  };
+  TORCH_CHECK_TYPE(
+      has_dtype(around.norm_weight) && has_dtype(around.residual),
+      "fused_linear: the norm's weight and the residual must have the weight's dtype, ", weight.dtype);
+  TORCH_CHECK_VALUE(
+      !around.norm_weight || (around.norm_weight->dim() == 1 && around.norm_weight->size(0) == weight.in_features),
+      "fused_linear: the norm's weight must be [K]");
+  at::DimVector shape(x.sizes());
+  shape.back() = out_features;
+  TORCH_CHECK_VALUE(
+      !around.residual || around.residual->sizes() == at::IntArrayRef(shape),
+      "fused_linear: the residual must have the result's shape");
+#if defined(CHUNKC_AVX512)
+  if (!weight.opaque.defined())
+    return multiply_by_own(x, weight, bias, x.scalar_type(), around);
+#endif
+  return after(around, onednn.multiply(before(around, x), weight.opaque, bias));
+}
+
+int64_t boxed_pack_linear_weight(const Handle& weight, bool own, bool consumed, bool gated) {
+  return pack_linear_weight(tensor_of(weight), own, consumed, gated);
 }
 
 Handle boxed_packed_linear(
@@ -182,12 +251,25 @@ Handle boxed_packed_linear(
   return handle_of(packed_linear(tensor_of(x), tensor_of(handle), tensor_of(bias), out_features, out_dtype));
 }
 
+Handle boxed_fused_linear(
+    const Handle& x, const Handle& handle, const std::optional<Handle>& bias, int64_t out_features,
+    const std::optional<Handle>& norm_weight, double norm_eps, int64_t activation,
+    const std::optional<Handle>& residual) {
+  TORCH_CHECK_VALUE(
+      activation >= 0 && activation <= int64_t(Activation::kGeluTanh), "fused_linear: there is no activation ",
+      activation);
+  return handle_of(fused_linear(
+      tensor_of(x), tensor_of(handle), tensor_of(bias), out_features,
+      {tensor_of(norm_weight), norm_eps, Activation(activation), tensor_of(residual)}));
+}
+
 Handle boxed_packed_rows(const Handle& numbers, const Handle& handle, int64_t in_features, at::ScalarType dtype) {
   return handle_of(packed_rows(tensor_of(numbers), tensor_of(handle), in_features, dtype));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
   m.impl("packed_linear", TORCH_BOX(&boxed_packed_linear));
+  m.impl("fused_linear", TORCH_BOX(&boxed_fused_linear));
   m.impl("packed_rows", TORCH_BOX(&boxed_packed_rows));
   m.impl("_pack_linear_weight", TORCH_BOX(&boxed_pack_linear_weight));
 }

@@ -1,9 +1,16 @@
 // How a weight [N, K] is laid out: panels of kPanelColumns columns of the result, one after the other, each
 // [steps][columns]. The last panel is only as wide as it must be, in whole vectors. What is missing is zero.
+//
+// Of a gated weight the first half of the rows makes gates and the second half what they let through. Its rows are
+// taken in turns, half a vector of each, so that a gate and what it is multiplied with meet in one vector of columns.
 #pragma once
 
 #include "cpu_linear_tile.h"
 #include "cpu_parallel.h"
+
+namespace chunkc {
+constexpr int64_t kTurn = 8;  // rows of a gated weight that are taken from a half at a time; as in fused_linear.py
+}
 
 #if defined(CHUNKC_AVX512)
 #include <ATen/core/Tensor.h>
@@ -14,12 +21,24 @@
 
 namespace chunkc {
 
+static_assert(kTurn * 2 == kLanes);
+
 struct Layout {
   int64_t in_features, out_features, steps;
+  bool gated;
 
   template <typename T>
-  static Layout of(int64_t in_features, int64_t out_features) {
-    return {in_features, out_features, (in_features + kPerStep<T> - 1) / kPerStep<T>};
+  static Layout of(int64_t in_features, int64_t out_features, bool gated) {
+    return {in_features, out_features, (in_features + kPerStep<T> - 1) / kPerStep<T>, gated};
+  }
+  int64_t halves() const { return gated ? 2 : 1; }
+  // What row of the weight makes a column, and the other way round.
+  int64_t row_of(int64_t column) const {
+    return gated ? column % kLanes / kTurn * (out_features / 2) + column / kLanes * kTurn + column % kTurn : column;
+  }
+  int64_t column_of(int64_t row) const {
+    const int64_t half = row / (out_features / halves()), in_half = row % (out_features / halves());
+    return gated ? in_half / kTurn * kLanes + half * kTurn + in_half % kTurn : row;
   }
   int64_t bytes() const { return steps * round_up(out_features, kLanes) * kStepBytes; }
   int64_t panels() const { return (out_features + kPanelColumns - 1) / kPanelColumns; }
@@ -53,18 +72,22 @@ void pack(const at::Tensor& weight, const Layout& layout, char* to, bool consume
     int64_t read_from = begin;
     for (int64_t panel = begin; panel < end; ++panel) {
       if (consumed && panel - read_from == kPiece) {
-        give_back(from + read_from * kPanelColumns * row, from + panel * kPanelColumns * row);
+        for (int64_t half = 0; half < layout.halves(); ++half) {
+          const T* first = from + half * (layout.out_features / 2) * row;
+          const int64_t panel_rows = kPanelColumns / layout.halves();
+          give_back(first + read_from * panel_rows * row, first + panel * panel_rows * row);
+        }
         read_from = panel;
       }
-      const T* rows = from + panel * kPanelColumns * row;
       const int64_t columns = layout.columns(panel), width = layout.vectors(panel) * kLanes;
       T* at = reinterpret_cast<T*>(to + layout.offset(panel));
       std::fill_n(at, layout.steps * width * kPerStep<T>, T(0.0f));
       for (int64_t some = 0; some < layout.in_features; some += kSome) {
         const int64_t last = std::min(some + kSome, layout.in_features);
         for (int64_t n = 0; n < columns; ++n) {
+          const T* numbers = from + layout.row_of(panel * kPanelColumns + n) * row;
           for (int64_t k = some; k < last; ++k)
-            at[(k / kPerStep<T> * width + n) * kPerStep<T> + k % kPerStep<T>] = rows[n * row + k * column];
+            at[(k / kPerStep<T> * width + n) * kPerStep<T> + k % kPerStep<T>] = numbers[k * column];
         }
       }
     }
@@ -79,7 +102,8 @@ void unpack(const char* from, const Layout& layout, const int64_t* rows, int64_t
       TORCH_CHECK_INDEX(
           rows[i] >= 0 && rows[i] < layout.out_features, "packed_rows: there is no row ", rows[i], " of ",
           layout.out_features);
-      const int64_t panel = rows[i] / kPanelColumns, n = rows[i] % kPanelColumns;
+      const int64_t column = layout.column_of(rows[i]);
+      const int64_t panel = column / kPanelColumns, n = column % kPanelColumns;
       const int64_t width = layout.vectors(panel) * kLanes;
       const T* at = reinterpret_cast<const T*>(from + layout.offset(panel));
       for (int64_t k = 0; k < layout.in_features; ++k)

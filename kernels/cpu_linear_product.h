@@ -1,6 +1,7 @@
 // x [M, K] times a packed weight: how the work is divided over threads, and in which order a thread does its part.
 #pragma once
 
+#include "cpu_linear_epilogue.h"
 #include "cpu_linear_layout.h"
 
 #if defined(CHUNKC_AVX512)
@@ -17,6 +18,7 @@ struct Product {
   const T* bias;  // [N] or nullptr
   void* out;  // [M, N], contiguous: T, or float32 where
   bool wide;
+  Epilogue<T> epilogue;  // where it does anything, it writes T, in place of the product
 };
 
 // The i-th of `parts` about equal parts of 0 .. n - 1 begins here.
@@ -65,7 +67,7 @@ void multiply_block(
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     const int64_t columns = layout.columns(panel), width = layout.vectors(panel) * kLanes;
     for (int64_t n = 0; p.bias && n < columns; ++n)
-      bias[n] = float(p.bias[panel * kPanelColumns + n]);
+      bias[n] = float(p.bias[layout.row_of(panel * kPanelColumns + n)]);
     const bool is_end = panel + 1 == panel_end;
     // steps at the unit's end, a chunk of their own, which have no others of it ahead of them
     const int64_t tail = tiles == 1 && is_end ? std::min(layout.steps, kAhead / (width * kStepBytes)) : 0;
@@ -83,9 +85,10 @@ void multiply_block(
       tile.weight = p.weight + layout.offset(panel) + step * width * kStepBytes;
       tile.half_step = is_last && layout.in_features % kPerStep<T> != 0;
       tile.steps = steps - tile.half_step;
-      tile.columns = int(is_last ? columns : width), tile.rounded = is_last && !p.wide;
+      const bool is_result = is_last && !p.epilogue.does_anything();  // else they are sums to be gone on with
+      tile.columns = int(is_result ? columns : width), tile.rounded = is_result && !p.wide;
       tile.start_stride = chunk == 0 ? 0 : kPanelColumns;
-      tile.out_stride = is_last ? layout.out_features : kPanelColumns;
+      tile.out_stride = is_result ? layout.out_features : kPanelColumns;
       // One tile reads the weight at the memory's pace, and asks for what it needs next. Of several, which take
       // longer, the first ones ask for shares of the next chunk.
       const char* ahead = is_last && is_end ? later : tile.weight + (tiles == 1 ? kAhead : bytes);
@@ -95,13 +98,15 @@ void multiply_block(
         tile.x = reinterpret_cast<const char*>(p.x + (first + r) * p.x_stride) + step * kStepBytes;
         tile.start = chunk == 0 ? bias : sums + r * kPanelColumns;
         const int64_t at = (first + r) * layout.out_features + panel * kPanelColumns;
-        tile.out = !is_last ? static_cast<void*>(sums + r * kPanelColumns)
-            : p.wide        ? static_cast<void*>(static_cast<float*>(p.out) + at)
-                            : static_cast<void*>(static_cast<T*>(p.out) + at);
+        tile.out = !is_result ? static_cast<void*>(sums + r * kPanelColumns)
+            : p.wide          ? static_cast<void*>(static_cast<float*>(p.out) + at)
+                              : static_cast<void*>(static_cast<T*>(p.out) + at);
         const bool asks = ahead && t < askers;
         tile.ahead = asks ? ahead + bytes / askers * t : tile.weight;
         tile.ahead_step = asks ? width * kStepBytes / askers : 0;
         tile_kernel<T>(int(count), int(width / kLanes))(tile);
+        if (is_last && !is_result)
+          finish(p.epilogue, layout, panel, sums + r * kPanelColumns, first + r, count, static_cast<T*>(p.out));
       }
     }
   }

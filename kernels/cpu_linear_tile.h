@@ -53,9 +53,13 @@ inline __m512 multiply_add(__m512i x, __m512i weight, __m512 sum) {
   }
 }
 
+inline __mmask16 column_mask(int columns) {
+  return columns >= kLanes ? 0xffff : (1u << std::max(columns, 0)) - 1;
+}
+
 template <typename T>
 inline void store_columns(T* out, __m512 x, int columns) {
-  const __mmask16 mask = columns >= kLanes ? 0xffff : (1u << std::max(columns, 0)) - 1;
+  const __mmask16 mask = column_mask(columns);
   if constexpr (std::is_same_v<T, float>) {
     if (mask == 0xffff)
       _mm512_storeu_ps(out, x);
@@ -68,6 +72,47 @@ inline void store_columns(T* out, __m512 x, int columns) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), rounded);
     else
       _mm256_mask_storeu_epi16(out, mask, rounded);
+#endif
+  }
+}
+
+// The first `columns` numbers from p on, and zeros.
+template <typename T>
+inline __m512 load_columns(const T* p, int columns) {
+  if constexpr (std::is_same_v<T, float>) {
+    return _mm512_maskz_loadu_ps(column_mask(columns), p);
+  } else {
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+    const __m256i halves = _mm256_maskz_loadu_epi16(column_mask(columns), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#else
+    return __m512{};  // never called
+#endif
+  }
+}
+
+// The two halves of a vector, from and to two places. What is stored to one place twice is the lower half.
+template <typename T>
+inline __m512 load_halves(const T* lower, const T* upper) {
+  if constexpr (std::is_same_v<T, float>) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(lower)), _mm256_loadu_ps(upper), 1);
+  } else {
+    const auto load = [](const T* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+    const __m256i halves = _mm256_set_m128i(load(upper), load(lower));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+}
+
+template <typename T>
+inline void store_halves(T* lower, T* upper, __m512 x) {
+  if constexpr (std::is_same_v<T, float>) {
+    _mm256_storeu_ps(upper, _mm512_extractf32x8_ps(x, 1));
+    _mm256_storeu_ps(lower, _mm512_castps512_ps256(x));
+  } else {
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(upper), _mm256_extracti128_si256(rounded, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lower), _mm256_castsi256_si128(rounded));
 #endif
   }
 }

@@ -49,6 +49,9 @@ LIBRARY = NativeLibrary(
         "cpu_linear_registry.h",
         "cpu_linear_product.h",
         "cpu_linear_layout.h",
+        "cpu_linear_epilogue.h",
+        "cpu_linear_norm.h",
+        "cpu_linear_plain.h",
         "cpu_linear_tile.h",
         "cpu_operator.h",
         "cpu_parallel.h",
@@ -78,6 +81,8 @@ class PackedWeight:
         own: whether the kernels of this package may serve it; else oneDNN does.
         consumed: whether the weight's memory may be given back while it is read; its contents are undefined then. For
             who holds the only tensor over it.
+        gated: whether the first half of the rows makes gates for the second: for ``chunkc::fused_linear`` with an
+            activation, which wants a half to be a multiple of 8 rows.
 
     Attributes:
         handle: int64 [1], to be passed to ``chunkc::packed_linear``.
@@ -85,14 +90,15 @@ class PackedWeight:
 
     Raises:
         ChunkcError: a compiler is there but could not build the library, or the library does not load.
+        ValueError: a gated weight whose halves do not fit.
     """
 
-    def __init__(self, weight: torch.Tensor, *, own: bool = True, consumed: bool = False) -> None:
+    def __init__(self, weight: torch.Tensor, *, own: bool = True, consumed: bool = False, gated: bool = False) -> None:
         library = load()
         if library is not None:
             if not own or not _has_own(library, weight.dtype):
                 _use_onednn(library)
-            number = torch.ops.chunkc._pack_linear_weight(weight.detach(), own, consumed)
+            number = torch.ops.chunkc._pack_linear_weight(weight.detach(), own, consumed, gated)
             free = library.chunkc_free_linear_weight
         else:
             number, free = next(_numbers), _opaque.pop
@@ -229,7 +235,7 @@ _operators.define(
     "packed_rows(Tensor numbers, Tensor handle, int in_features, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_operators.define("_pack_linear_weight(Tensor weight, bool own, bool consumed) -> int")
+_operators.define("_pack_linear_weight(Tensor weight, bool own, bool consumed, bool gated) -> int")
 # not for CPU alone: there the library's body takes its place
 _operators.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
 _operators.impl("packed_linear", _shape, "Meta")
