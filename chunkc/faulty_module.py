@@ -10,11 +10,12 @@ from torch import fx, nn
 from chunkc.check import row_errors
 from chunkc.model_call import logits_of
 from chunkc.passes.execute import run_on_prompt
-from chunkc.passes.fx_tools import module_path
+from chunkc.passes.fx_tools import absorbed_modules, module_path
 
 
 class _LayerOutputs(fx.Interpreter):
-    """Keeps, for every module, the last value computed in it or in a module below it."""
+    """Keeps, for every module, the last value computed in it or in a module below it: also where a residual is added to
+    it in the same call."""
 
     outputs: dict[str, torch.Tensor]
 
@@ -24,6 +25,10 @@ class _LayerOutputs(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        absorbed = absorbed_modules(n)
+        if absorbed:
+            *operands, _residual = self.fetch_args_kwargs_from_env(n)[0]
+            type(self).outputs.update(dict.fromkeys(absorbed, n.target(*operands, None)))
         if n.op == "call_function" and isinstance(result, torch.Tensor) and result.is_floating_point():
             parts = module_path(n).split(".")
             for count in range(1, len(parts) + 1):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-import chunkc.kernels.ops
-import chunkc.kernels.packed_linear  # noqa: F401  (they register the operators that ``environment`` names)
+import chunkc.kernels.fused_linear
+import chunkc.kernels.ops  # noqa: F401  (they register the operators that ``environment`` names)
 from chunkc import artifacts
 from chunkc.kernels.native import instruction_sets
 
@@ -49,7 +49,7 @@ def environment() -> str:
         for name, text in os.environ.items()
         if name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"
     )
-    names = ("mixed_attention", "packed_linear", "packed_rows")
+    names = ("mixed_attention", "packed_linear", "packed_rows", "fused_linear")
     operators = [str(getattr(torch.ops.chunkc, name).default._schema) for name in names]
     facts = [
         torch.__version__,

@@ -15,12 +15,18 @@ from chunkc import preparation
 from chunkc.errors import UnsupportedModelError
 from chunkc.graph_library import GraphFunction
 from chunkc.passes.core import core_passes
+from chunkc.passes.fuse_gates import FuseGates
+from chunkc.passes.fuse_norms import FuseNorms
+from chunkc.passes.fuse_residuals import FuseResiduals
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.passes.split_layers import SplitLayers
 from chunkc.passes.widen_logits import WidenLogits
 from chunkc.prepared import Prepared
 from chunkc.program import LoweredGraph
+
+#: passes that pack linears for the CPU, and those that go by that
+_FOR_PACKED = (FuseGates, PackLinears, WidenLogits, FuseNorms, FuseResiduals)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def prepare(model: nn.Module) -> Ready:
     Raises:
         UnsupportedModelError: see ``chunkc.rewrite``.
     """
-    passes = [each for each in core_passes() if not isinstance(each, (PackLinears, WidenLogits, SplitLayers))]
+    passes = [each for each in core_passes() if not isinstance(each, (*_FOR_PACKED, SplitLayers))]
     pipeline = PassPipeline([*passes, _SplitPlain()])
     work = preparation.from_scratch(model, passes=pipeline, dump=None, mode="eager")
     return Ready(work.prepared, work.lowered())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from chunkc.passes.base import GraphPass
 from chunkc.passes.canonicalize import Canonicalize
+from chunkc.passes.fuse_gates import FuseGates
 from chunkc.passes.fuse_linears import FuseLinears
+from chunkc.passes.fuse_norms import FuseNorms
+from chunkc.passes.fuse_residuals import FuseResiduals
 from chunkc.passes.gather_logits import GatherLogits
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.page_attention import PageAttention
@@ -25,7 +28,10 @@ def core_passes() -> list[GraphPass]:
         FuseLinears(),
         PageAttention(),
         GatherLogits(),
+        FuseGates(),
         PackLinears(),
         WidenLogits(),
+        FuseNorms(),
+        FuseResiduals(),
         SplitLayers(),
     ]

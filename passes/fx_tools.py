@@ -118,6 +118,26 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node,
     return node
 
 
+#: where a call that adds a residual keeps the module that made what it is added to
+_ABSORBED = "chunkc_absorbed"
+
+
+def mark_absorbed(node: fx.Node, linear: fx.Node) -> None:
+    """Note that a ``chunkc::fused_linear`` adds a residual to what another node computed."""
+    node.meta[_ABSORBED] = module_path(linear)
+
+
+def absorbed_modules(node: fx.Node) -> list[str]:
+    """Paths of the modules whose output is what a node adds a residual to, and is nowhere in the graph."""
+    inner = node.meta.get(_ABSORBED)
+    if not inner:
+        return []
+    parts = inner.split(".")
+    paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    own = module_path(node)
+    return [path for path in paths if not f"{own}.".startswith(f"{path}.")]
+
+
 def symbol_of(size: int | torch.SymInt) -> Any:
     """The sympy expression of a dynamic size, or None where it is a plain number."""
     return size.node.expr if isinstance(size, torch.SymInt) else None

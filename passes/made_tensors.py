@@ -29,10 +29,14 @@ class Concatenated:
 
 @dataclass(frozen=True)
 class Packed:
-    """The handle of a weight packed for ``chunkc::packed_linear``, which wants [N, K]: transposed first, or not."""
+    """The handle of a weight packed for ``chunkc::packed_linear``, which wants [N, K]: transposed first, or not.
+
+    Where it is ``gated``, for ``chunkc::fused_linear`` with an activation.
+    """
 
     weight: str
     transposed: bool
+    gated: bool = False
     kind: Literal["packed"] = "packed"
 
 
@@ -72,7 +76,7 @@ def make(
     if isinstance(how, Packed):
         weight = make(how.weight, made, original, resources, consumed)
         may_go = how.weight in made or consumed(how.weight)
-        packed = PackedWeight(weight.t() if how.transposed else weight, consumed=may_go)
+        packed = PackedWeight(weight.t() if how.transposed else weight, consumed=may_go, gated=how.gated)
         resources.append(packed)
         return packed.handle
     found = {part: make(part, made, original, resources) for part in how.parts if isinstance(part, str)}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-import chunkc.kernels.packed_linear  # noqa: F401  (defines chunkc::packed_linear)
+import chunkc.kernels.fused_linear  # noqa: F401  (defines chunkc::fused_linear and chunkc::packed_linear)
 from chunkc.passes.fx_tools import aten, is_call, rank, value
 from chunkc.passes.token_axis import (
     UNIFORM,
@@ -409,6 +409,16 @@ def _linear(node: fx.Node, at: Analysis) -> State:
         return UNIFORM
     keep_out(state, -1, rank(node.args[0]), "multiplies")
     return state.moved(state.axis)
+
+
+@token_rule(torch.ops.chunkc.fused_linear)
+def _fused_linear(node: fx.Node, at: Analysis) -> State:
+    product, (norm_weight, residual) = _linear(node, at), (node.args[4], node.args[7])
+    if not isinstance(at.state(norm_weight), Uniform):
+        raise MixesTokens("its norm's weight depends on the tokens")
+    if residual is None:
+        return product
+    return broadcast([product, at.state(residual)], [rank(node)] * 2, rank(node))
 
 
 @token_rule(aten.mm, aten.matmul, aten.bmm)

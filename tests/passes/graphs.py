@@ -165,10 +165,12 @@ def reference_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids[None], use_cache=False).logits[0]
 
 
-def run_pass(graph_pass: GraphPass, graph_module: fx.GraphModule, **context: Any) -> PassReport:
-    """One pass alone, with the graph made runnable after it."""
+def run_pass(
+    graph_pass: GraphPass, graph_module: fx.GraphModule, shared: PassContext | None = None, **context: Any
+) -> PassReport:
+    """One pass alone, with the graph made runnable after it; in a context that several share, or in one of its own."""
     with compat.one_graph_for_every_size():
-        report = graph_pass.run(graph_module, PassContext(**context))
+        report = graph_pass.run(graph_module, shared or PassContext(**context))
         graph_module.graph.lint()
         graph_module.recompile()
         propagate(graph_module)

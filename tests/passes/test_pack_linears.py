@@ -47,7 +47,7 @@ def test_every_linear_is_packed_and_the_numbers_stay():
     model = Small().eval()
     before = rewrite(model, stop_after="gather_logits").graph_module
     assert counts(before, aten.linear, torch.ops.chunkc.packed_linear) == [4, 0]
-    done = rewrite(model)
+    done = rewrite(model, stop_after="pack_linears")
     assert counts(done.graph_module, aten.linear, torch.ops.chunkc.packed_linear) == [0, 4]
     ids = torch.randint(40, (11,))
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_plain_weights_are_let_go():
 
 def test_a_tied_weight_serves_both_uses():
     model = Small(tied=True).eval()
-    done = rewrite(model)
+    done = rewrite(model, stop_after="pack_linears")
     one_copy = active_body(torch.float32) == "own"  # whose rows can be read
     assert counts(done.graph_module, aten.embedding, torch.ops.chunkc.packed_rows) == [not one_copy, one_copy]
     assert counts(done.graph_module, torch.ops.chunkc.packed_linear) == [4]

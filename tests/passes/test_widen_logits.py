@@ -62,7 +62,7 @@ def report_of(done):
 def test_logits_are_not_rounded(kind, tied):
     model = kind(tied).eval().to(HALF)
     rounded = rewrite(model, stop_after="pack_linears")
-    done = rewrite(model)
+    done = rewrite(model, stop_after="widen_logits")  # what is fused behind it rounds less
     assert report_of(done).matches == 1
     ids = torch.randint(40, (11,))
     before, after = run_on_prompt(rounded.graph_module, ids), run_on_prompt(done.graph_module, ids)
