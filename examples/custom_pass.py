@@ -28,6 +28,7 @@ class SpellOutSilu(GraphPass):
 
     name = "spell_out_silu"
     requires = ("canonical",)
+    before = ("fuse_gates",)  # which leaves no silu; without it, passes of yours come last
     expects_matches = True  # finding nothing is an error, not a pass that is on and does nothing
 
     def run(self, graph_module: fx.GraphModule, context: PassContext) -> PassReport:
