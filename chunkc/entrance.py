@@ -17,6 +17,7 @@ from chunkc import folder_state, kept_start
 from chunkc.checkpoint import Checkpoint, open_checkpoint
 from chunkc.clean_process import check_imports
 from chunkc.folder_state import FolderState
+from chunkc.foreign_code import check_modules
 from chunkc.models import locate, resolve_dtype
 
 
@@ -62,6 +63,7 @@ def enter(given: str | Path, dtype: str | torch.dtype | None, page_size: int) ->
         return None
     try:
         check_imports()
+        check_modules()
         state = folder_state.state_of(folder)
         checkpoint = None if state is None else open_checkpoint(folder)
         if state is None or checkpoint is None:

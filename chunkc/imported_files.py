@@ -19,12 +19,13 @@ class ImportedFiles:
     """Where packages came from.
 
     Attributes:
-        files: of modules: size and time of the last change, in nanoseconds.
+        files: of modules: size, times of change of the contents and of the file's entry, in nanoseconds, and the file's
+            number.
         origins: what the import of a package finds first, or None where there is none of the name.
         folders: that packages are installed in: time of the last change, when something was put there or taken away.
     """
 
-    files: dict[str, tuple[int, int]]
+    files: dict[str, tuple[int, int, int, int]]
     origins: dict[str, str | None]
     folders: dict[str, int]
 
@@ -48,7 +49,7 @@ def imported_since(before: Collection[str], path: Sequence[str]) -> ImportedFile
     Returns:
         None where a module is not the one that an import would find.
     """
-    files: dict[str, tuple[int, int]] = {}
+    files: dict[str, tuple[int, int, int, int]] = {}
     origins = {name: origin(name, path) for name in PACKAGES}
     try:
         for name, module in list(sys.modules.items()):
@@ -76,9 +77,9 @@ def origin(package: str, path: Sequence[str]) -> str | None:
     return spec.origin if spec.has_location else ":".join(spec.submodule_search_locations or ())
 
 
-def _stat(file: str) -> tuple[int, int]:
+def _stat(file: str) -> tuple[int, int, int, int]:
     found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def _folders(path: Sequence[str]) -> dict[str, int]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
+import json
+import json.decoder
+import json.scanner
 import math
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,15 +26,15 @@ import torch.functional
 import torch.nn.attention
 import torch.overrides
 import torch.utils.checkpoint
-import typing_extensions
 
 from chunkc.clean_process import NotClean
 from chunkc.code_digest import digest
+from chunkc.foreign_code import is_own
 
 _TORCH = f"{torch.__path__[0]}/"
 _WRAPS = f"{_TORCH}_compile.py"
-_PYTHON = (f"{sysconfig.get_path('stdlib')}/", "<frozen ")
-_OTHERS = ("/site-packages/", "/dist-packages/")  # they may lie in Python's own folder
+#: of Python's own modules, those that decide on what is read and imported, or that models compute with
+_PYTHONS = (math, json, json.decoder, json.scanner, importlib, importlib.util)
 #: what is under these names comes and goes, or says nothing of what runs
 _PASSED_OVER = {
     *("__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__firstlineno__", "__loader__"),
@@ -73,7 +76,8 @@ def _namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
         *(torch, torch._tensor, torch._jit_internal, torch._ops, torch.functional, torch.overrides, torch._VF),
         *(torch.nn, torch.nn.modules, torch.nn.functional, torch.nn.init, torch.nn.parameter, torch.nn.attention),
         *(torch.special, torch.fft, torch.linalg, torch.utils.checkpoint, torch._C._nn, torch._C._special),
-        *(torch._C._fft, torch._C._linalg, torch.amp.autocast_mode, torch.autograd.grad_mode, math),
+        *(torch._C._fft, torch._C._linalg, torch.amp.autocast_mode, torch.autograd.grad_mode),
+        *_PYTHONS,
         *(sys.modules[name] for name in names),
     ]
     for module in modules:
@@ -160,7 +164,7 @@ class _Walk:
     def _note_function(self, where: str, found: types.FunctionType) -> None:
         if found.__code__.co_filename == _WRAPS:  # torch._dynamo, when it is imported, has others called around it
             found = getattr(found, "__wrapped__", found)
-        if not _is_own(found):
+        if not is_own(found):
             raise NotClean(f"{where} is code of {found.__code__.co_filename}")
         self._say(f"{where} {found.__module__}.{found.__qualname__} {_code(found.__code__)}")
         if self._is_met(found):
@@ -202,18 +206,6 @@ class _Walk:
 @functools.cache
 def _code(code: types.CodeType) -> str:
     return digest(code)
-
-
-def _is_own(function: types.FunctionType) -> bool:
-    """Whether a function's code is torch's or Python's; what that calls for others is in its closure."""
-    file = function.__code__.co_filename
-    if file.startswith(_TORCH) or file == typing_extensions.__file__:
-        return True
-    if file.startswith(_PYTHON):
-        return not any(others in file for others in _OTHERS)
-    # made at run time, as dataclasses and named tuples do, in the namespace of the module that has it made
-    made_in = str(function.__globals__.get("__name__", ""))
-    return file.startswith("<") and made_in.startswith(("torch.", "namedtuple_"))
 
 
 @functools.cache

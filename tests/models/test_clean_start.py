@@ -47,7 +47,7 @@ print(json.dumps(found[0, 3:].tolist()))
 """
 
 _CASES = """
-import builtins, contextlib, functools, importlib.machinery, json, os, pathlib, sys, types
+import ast, builtins, contextlib, functools, importlib.machinery, json, os, pathlib, sys, threading, types
 from unittest import mock
 import torch
 import torch.nn.functional as F
@@ -145,6 +145,17 @@ CASES = {
     "a call of modules": lambda: put(torch.nn.Module, "__call__", torch.nn.Module._call_impl),
     "a class": lambda: put(torch.nn, "Linear", Linear),
     "an operator": lambda: put(torch.ops.aten, "mm", torch.ops.aten.add),
+    "json is read by a lambda": lambda: put(json, "loads", lambda text, **options: {}),
+    "json is read by a partial": lambda: put(json, "loads", functools.partial(lambda text: {})),
+    "json is read by an object": lambda: put(json, "loads", Silu()),
+    "json is read by a mock": lambda: put(json, "loads", mock.Mock()),
+    "json is read by another": lambda: put(json, "loads", ast.literal_eval),
+    "a decoder's method": lambda: put(json.JSONDecoder, "decode", lambda self, text: {}),
+    "modules are imported by a lambda": lambda: put(importlib, "import_module", lambda name, package=None: None),
+    "calls are profiled": lambda: set_to(sys.setprofile, lambda *call: None, None),
+    "calls are traced": lambda: set_to(sys.settrace, lambda *call: None, None),
+    "calls of threads are profiled": lambda: set_to(threading.setprofile, lambda *call: None, None),
+    "jit is another": lambda: put(torch.jit, "is_tracing", lambda: True),
     "transformers imported": lambda: imported("transformers"),
     "tokenizers imported": lambda: imported("tokenizers"),
     "safetensors imported": lambda: imported("safetensors"),
@@ -166,7 +177,7 @@ CASES = {
     "another attention": lambda: set_to(torch.backends.cuda.enable_flash_sdp, False, True),
     "deterministic": lambda: set_to(torch.use_deterministic_algorithms, True, False),
     "a variable": lambda: mock.patch.dict(os.environ, HF_SOMETHING="1"),
-    "untouched": contextlib.nullcontext,
+    "untouched": lambda: put(sys, "excepthook", lambda *error: None),  # but for what is there for others
 }
 
 def try_all(names):
@@ -243,7 +254,7 @@ def tried(started, tmp_path_factory) -> dict[str, str]:
 def test_nothing_but_an_untouched_process_starts_from_the_folder(tried):
     assert [name for name, said in tried.items() if said != "the model"] == ["untouched"]
     assert is_from_the_folder(tried["untouched"])
-    assert len(tried) > 40
+    assert len(tried) > 50
 
 
 def test_a_process_with_patched_functions_keeps_no_start(started, without_start):

@@ -50,6 +50,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     imported code, and files that were just written as old."""
     monkeypatch.setattr(artifacts, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(entrance, "check_imports", lambda: None)
+    monkeypatch.setattr(entrance, "check_modules", lambda: None)
     monkeypatch.setattr(kept_start, "torch_digest", lambda: "torch")
     monkeypatch.setattr(folder_state, "_YOUNG", -60.0)
     return tmp_path / "cache"
@@ -365,12 +366,17 @@ def test_a_prepared_model_that_is_wrong_is_not_used(folder, cache, no_model):
 
 
 def another_time(imported) -> None:
-    size, time = imported_files._stat(__file__)
-    imported["files"][__file__] = [size, time + 1]
+    size, time, *rest = imported_files._stat(__file__)
+    imported["files"][__file__] = [size, time + 1, *rest]
+
+
+def another_file_of_that_size_and_time(imported) -> None:
+    *same, number = imported_files._stat(__file__)
+    imported["files"][__file__] = [*same, number + 1]
 
 
 def a_file_that_is_gone(imported) -> None:
-    imported["files"]["/gone.py"] = [1, 1]
+    imported["files"]["/gone.py"] = [1, 1, 1, 1]
 
 
 def another_place(imported) -> None:
@@ -381,7 +387,10 @@ def a_new_package(imported) -> None:
     imported["folders"] = {folder: time - 1 for folder, time in imported["folders"].items()}
 
 
-@pytest.mark.parametrize("change", [another_time, a_file_that_is_gone, another_place, a_new_package])
+@pytest.mark.parametrize(
+    "change",
+    [another_time, another_file_of_that_size_and_time, a_file_that_is_gone, another_place, a_new_package],
+)
 def test_code_of_other_files_is_another_start(folder, cache, no_model, change):
     rewrite_entry(next(cache.glob("start-*")), "start.json", lambda data: change(data["imported"]))
     with pytest.raises(TookTheModel):
