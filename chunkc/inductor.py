@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,6 @@ def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]
         warnings.catch_warnings(),
         config.patch(OPTIONS),
         _no_trials(),
-        _our_headers(),
         _building_in(pool) as builds,
     ):
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
@@ -79,11 +79,18 @@ def _no_trials() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if told else config.patch({"cpp.vec_isa_ok": True})
 
 
-def _our_headers() -> contextlib.AbstractContextManager[Any]:
-    """Has Inductor precompile all headers of a graph's code."""
+@functools.cache
+def _libraries() -> Any:
+    """Inductor's maker of libraries, but that it precompiles all headers of a graph's code. A class of ours: to change
+    Inductor's own for a while would be seen, and undone, by the thread that prepares the compiler."""
     from torch._inductor.codecache import CppWrapperCodeCache
 
-    return mock.patch.object(CppWrapperCodeCache, "_get_uncompiled_header", lambda device: str(_HEADERS))
+    class Libraries(CppWrapperCodeCache):
+        @classmethod
+        def _get_uncompiled_header(cls, device: str) -> str:
+            return str(_HEADERS)
+
+    return Libraries
 
 
 @contextlib.contextmanager
@@ -94,7 +101,7 @@ def _building_in(pool: Executor) -> Iterator[list[Callable[[], Any]]]:
     builds: list[Callable[[], Any]] = []
 
     def build(*arguments: Any, **keywords: Any) -> Any:
-        builds.append(CppWrapperCodeCache.load_pybinding_async(*arguments, submit_fn=pool.submit, **keywords))
+        builds.append(_libraries().load_pybinding_async(*arguments, submit_fn=pool.submit, **keywords))
         return None  # Inductor's own wrapper would call it; we do not use that
 
     # what was compiled before in this process would not be loaded again
@@ -110,10 +117,8 @@ def prepare_compiler() -> None:
     That is to find the CPU's vector instructions and to precompile headers; both are kept by Inductor. A library of
     nothing is built for it.
     """
-    from torch._inductor.codecache import CppWrapperCodeCache
-
-    with _no_trials(), _our_headers():
-        CppWrapperCodeCache.load_pybinding_async(
+    with _no_trials():
+        _libraries().load_pybinding_async(
             ["std::vector<AtenTensorHandle>"],
             "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {} // at::vec::Vectorized",
             num_outputs=1,

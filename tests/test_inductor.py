@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import fx
@@ -91,3 +93,15 @@ def test_vector_instructions_are_not_tried_but_what_the_user_says_of_them_stays(
         with inductor._no_trials():
             assert config.cpp.vec_isa_ok is (True if told is None else told)
         assert config.cpp.vec_isa_ok is told
+
+
+def test_graphs_include_what_is_precompiled_and_inductor_stays_as_it_is(parts):
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    before = dict(vars(CppWrapperCodeCache))
+    headers = inductor._libraries()._get_uncompiled_header("cpu")
+    text = Path(headers).read_text()
+    assert all(f"<torch/csrc/inductor/{name}.h>" in text for name in ("cpp_wrapper/cpu", "cpp_prefix"))
+    inductor.prepare_compiler()
+    assert vars(CppWrapperCodeCache) == before
+    assert CppWrapperCodeCache._get_uncompiled_header("cpu") != headers
