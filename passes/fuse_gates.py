@@ -29,7 +29,7 @@ from chunkc.kernels.fused_linear import TURN, Activation
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, is_call, module_path, rank, value
-from chunkc.passes.linear_calls import LinearCall, is_multiplied_by_us
+from chunkc.passes.linear_calls import LinearCall, why_not_ours
 from chunkc.passes.made_tensors import Packed
 from chunkc.passes.register_made import register
 from chunkc.passes.unused import drop_unused_tensors
@@ -121,16 +121,13 @@ def _is_halved(parts: fx.Node) -> bool:
 
 
 def _why_not(gated: _Gated) -> str | None:
-    dtype = value(gated.x).dtype
     if gated.weight.op != "get_attr":
         return "its weight is computed"
     if len(gated.weight.users) > 1:
         return "its weight is used elsewhere too"
     if value(gated.weight).shape[0] % (2 * TURN):
         return f"its halves of {value(gated.product).shape[-1]} columns are no multiple of {TURN}"
-    if not is_multiplied_by_us(dtype):
-        return f"no kernel of ours multiplies {dtype} on this machine"
-    return None
+    return why_not_ours(value(gated.x).dtype)
 
 
 @register_fact("gates_fused")

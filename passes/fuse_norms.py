@@ -28,7 +28,7 @@ from torch import fx
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, is_call, module_path, value
-from chunkc.passes.linear_calls import LinearCall, is_multiplied_by_us, linear_call
+from chunkc.passes.linear_calls import LinearCall, linear_call, why_not_ours
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FuseNorms(GraphPass):
             norm = None if linear is None else _norm_before(linear, node)
             if norm is None:
                 continue
-            why = _why_not(linear)
+            why = why_not_ours(value(linear.x).dtype)
             if why:
                 skipped.append(Skipped(module_path(linear.x) or linear.x.name, why))
                 continue
@@ -120,15 +120,11 @@ def _both_ways(product: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[fx.Node
     return (first, second), (second, first)
 
 
-def _why_not(linear: LinearCall) -> str | None:
-    dtype = value(linear.x).dtype
-    return None if is_multiplied_by_us(dtype) else f"no kernel of ours multiplies {dtype} on this machine"
-
-
 @register_fact("norms_fused")
 def check_norms_fused(graph_module: fx.GraphModule, context: PassContext) -> None:
     """No norm is left that could be computed where its linear is."""
     for node in graph_module.graph.nodes:
         linear = linear_call(node)
-        fused = linear is None or _norm_before(linear, node) is None or _why_not(linear) is not None
-        require(fused, f"the norm before {node.name} is not fused")
+        if linear is None or _norm_before(linear, node) is None:
+            continue
+        require(why_not_ours(value(linear.x).dtype) is not None, f"the norm before {node.name} is not fused")

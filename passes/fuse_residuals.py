@@ -25,7 +25,7 @@ from torch import fx
 from chunkc.passes.base import GraphPass, PassContext, PassReport, Skipped
 from chunkc.passes.facts import register_fact, require
 from chunkc.passes.fx_tools import aten, is_call, mark_absorbed, module_path, same_size, value
-from chunkc.passes.linear_calls import LinearCall, is_multiplied_by_us, linear_call
+from chunkc.passes.linear_calls import LinearCall, linear_call, why_not_ours
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FuseResiduals(GraphPass):
             found = _residual(node)
             if found is None:
                 continue
-            why = _why_not(node)
+            why = why_not_ours(value(node).dtype)
             if why:
                 skipped.append(Skipped(module_path(found.linear) or found.linear.name, why))
                 continue
@@ -87,13 +87,8 @@ def _is_alike(one: fx.Node, other: fx.Node) -> bool:
     return a.dtype is b.dtype and a.dim() == b.dim() and all(map(same_size, a.shape, b.shape))
 
 
-def _why_not(node: fx.Node) -> str | None:
-    dtype = value(node).dtype
-    return None if is_multiplied_by_us(dtype) else f"no kernel of ours multiplies {dtype} on this machine"
-
-
 @register_fact("residuals_fused")
 def check_residuals_fused(graph_module: fx.GraphModule, context: PassContext) -> None:
     """No residual is left that could be added where the linear is made."""
     for node in graph_module.graph.nodes:
-        require(_residual(node) is None or _why_not(node) is not None, f"{node.name} is not fused")
+        require(_residual(node) is None or why_not_ours(value(node).dtype) is not None, f"{node.name} is not fused")

@@ -52,6 +52,7 @@ def linear_call(node: fx.Node) -> LinearCall | None:
     return None
 
 
-def is_multiplied_by_us(dtype: torch.dtype) -> bool:
-    """Whether kernels of ours serve linears of this dtype on this machine, which alone fuse anything."""
-    return can_pack(dtype) and active_body(dtype) == "own"
+def why_not_ours(dtype: torch.dtype) -> str | None:
+    """Why linears of this dtype are left alone: only kernels of ours fuse anything. None where they serve them here."""
+    ours = can_pack(dtype) and active_body(dtype) == "own"
+    return None if ours else f"no kernel of ours multiplies {dtype} on this machine"
