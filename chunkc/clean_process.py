@@ -32,7 +32,7 @@ _KNOWN_FINDERS = (
 
 
 class NotClean(Exception):
-    """Why code may be other than its files say, in words."""
+    """Why a model may be another than the files of its folder say, in words: its code, or what reads it."""
 
 
 def check_imports() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from chunkc import early_builds, folder_start
+from chunkc.clean_process import NotClean
 from chunkc.config import DEFAULT_BUDGET, DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, MODES, EngineConfig, Multiplex
 from chunkc.entrance import enter
 from chunkc.prepared import Prepared
@@ -99,9 +101,12 @@ def compile(
     settle_threads()
     if multiplex == "streams" or decode_cores is not None:
         division_of(decode_cores, CORES.divisions())  # raises where there is none, before the work
-    entrance = started = None
+    entrance = started = detour = None
     if isinstance(model, (str, Path)) and mode == "compiled" and not passes and dump is None:
-        entrance = enter(model, dtype, page_size)
+        try:
+            entrance = enter(model, dtype, page_size)
+        except NotClean as error:
+            detour = str(error)
     if entrance is not None:
         started = folder_start.start(entrance, config, tokenizer=tokenizer, verify=verify)
     if started is None:
@@ -119,6 +124,7 @@ def compile(
             dump=dump,
             entrance=entrance,
         )
+        started = replace(started, report=replace(started.report, detour=detour))
     _say_what_is_limited(started.report.prepared)
     engine = Engine(
         started.runner,

@@ -15,7 +15,7 @@ import torch
 
 from chunkc import folder_state, kept_start
 from chunkc.checkpoint import Checkpoint, open_checkpoint
-from chunkc.clean_process import check_imports
+from chunkc.clean_process import NotClean, check_imports
 from chunkc.folder_state import FolderState
 from chunkc.foreign_code import check_modules
 from chunkc.models import locate, resolve_dtype
@@ -48,27 +48,34 @@ class Entrance:
         return folder_state.state_of(self.folder) == self.state
 
 
-def enter(given: str | Path, dtype: str | torch.dtype | None, page_size: int) -> Entrance | None:
-    """What is true now; None where a start from there can neither be used nor be kept.
+def enter(given: str | Path, dtype: str | torch.dtype | None, page_size: int) -> Entrance:
+    """What is true now.
 
     Args:
         given, dtype, page_size: see ``chunkc.compile``.
 
     Raises:
+        NotClean: a start from there can neither be used nor be kept; says why.
         ModelLoadError, ValueError: see ``chunkc.compile``.
     """
     modules, path, time = frozenset(sys.modules), tuple(sys.path), folder_state.now()
     asked, folder = resolve_dtype(dtype), locate(given)
-    if not isinstance(folder, Path) or not folder.is_dir():
-        return None
+    if not isinstance(folder, Path):
+        raise NotClean(f"{folder} is a name on the hub, where files may be newer")
+    if not folder.is_dir():
+        raise NotClean(f"{folder.name} is no folder")
+    check_imports()
+    check_modules()
+    state = folder_state.state_of(folder)
+    if state is None:
+        raise NotClean("it holds code, an adapter or packed weights, or files that cannot be looked at")
+    checkpoint = open_checkpoint(folder)
+    if checkpoint is None:
+        raise NotClean("its weights are not all in safetensors files that are whole")
     try:
-        check_imports()
-        check_modules()
-        state = folder_state.state_of(folder)
-        checkpoint = None if state is None else open_checkpoint(folder)
-        if state is None or checkpoint is None:
-            return None
         key = kept_start.key_for(folder, asked, page_size)
-    except Exception:  # NotClean, or what is raised by something that stands in the place of torch's functions
-        return None
+    except NotClean:
+        raise
+    except Exception as error:  # whatever stands in the place of torch's functions raises
+        raise NotClean(f"torch's functions cannot be told ({type(error).__name__}: {error})") from error
     return Entrance(folder, checkpoint, state, key, modules, path, time)

@@ -24,6 +24,7 @@ class CompileReport:
         verification: what the check found, or None where it was switched off.
         verify_seconds: time it took.
         cache: the key/value cache's size, in words.
+        detour: why a folder was not started from without its model, where that could not be.
     """
 
     prepared: Prepared
@@ -34,6 +35,7 @@ class CompileReport:
     verification: Verification | None
     verify_seconds: float
     cache: str
+    detour: str | None = None
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -47,6 +49,8 @@ class CompileReport:
         prepared = self.prepared
         route = "through the attention interface" if prepared.route == "interface" else "as it stands"
         lines = [f"prepared from {self.source} in {self.prepare_seconds:.1f} s"]
+        if self.detour is not None:
+            lines.append(f"  not from the folder alone: {self.detour}")
         lines.append(f"captured {route} in {prepared.capture_seconds:.1f} s{self._earlier()}")
         lines += [f"  not captured by {refused}" for refused in prepared.refused]
         shapes = {layer.shape for layer in self.layers}

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import chunkc
 from chunkc import artifacts, entrance, folder_start, folder_state, imported_files, kept_start, model_start, start_draft
 from chunkc.checkpoint import open_checkpoint
+from chunkc.clean_process import NotClean
 from chunkc.errors import CapacityError
 from chunkc.folder_state import state_of
 from chunkc.runtime.engine import Engine
@@ -277,10 +278,23 @@ def test_a_folder_that_names_code_or_packed_weights_has_no_state(tmp_path, confi
     assert (state_of(tmp_path) is None) == (config != [])
 
 
+def test_why_the_model_was_taken_is_shown(folder, cache, monkeypatch):
+    def refuse() -> None:
+        raise NotClean("transformers was imported before")
+
+    assert "not from the folder alone" not in start(folder).explain()
+    monkeypatch.setattr(entrance, "check_imports", refuse)
+    engine = start(folder)
+    assert not is_from_the_folder(engine)
+    assert "not from the folder alone: transformers was imported before\n" in engine.explain()
+
+
 def test_a_gguf_file_takes_the_model(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert entrance.enter(tmp_path, None, 128) is None
-    assert entrance.enter("a/name", None, 128) is None
+    with pytest.raises(NotClean, match=r"model\.gguf is no folder"):
+        entrance.enter(tmp_path, None, 128)
+    with pytest.raises(NotClean, match="a/name is a name on the hub"):
+        entrance.enter("a/name", None, 128)
 
 
 def cut_off(data: bytes) -> bytes:
