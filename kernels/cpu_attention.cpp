@@ -12,6 +12,8 @@
 
 #include <memory>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 namespace chunkc {
 namespace {
@@ -52,26 +54,48 @@ int64_t threads_for(const Task* tasks, int64_t num_tasks, const Call& call) {
   return std::min({num_threads(), num_tasks, 1 + std::max<int64_t>(elements, 0) / kElements});
 }
 
+// The tasks in the table's order, those together that make a bundle. Near the end bundles get smaller, down to single
+// tasks, so that the threads end together.
+template <typename T>
+std::vector<Bundle> make_bundles(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_t threads) {
+  constexpr int64_t kMost = 16;
+  std::vector<Bundle> bundles;
+  const auto rows_and_keys = [](const Task& t) {
+    return std::tuple(t.request, t.row_begin, t.row_end, t.kv_begin, t.kv_end);
+  };
+  for (int64_t i = 0, end; i < num_tasks; i = end) {
+    const int64_t fair = threads == 1 ? kMost : std::clamp<int64_t>((num_tasks - i) / (2 * threads), 1, kMost);
+    const int64_t most = body.has_few_rows(tasks[i]) ? std::min(i + fair, num_tasks) : i + 1;
+    for (end = i + 1; end < most && rows_and_keys(tasks[end]) == rows_and_keys(tasks[i]);)
+      ++end;
+    bundles.push_back({tasks + i, end - i});
+  }
+  return bundles;
+}
+
 template <typename T>
 void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_t threads) {
+  const std::vector<Bundle> bundles = make_bundles(body, tasks, num_tasks, threads);
+  const int64_t count = bundles.size();
   std::atomic<int64_t> next{0};
   in_parallel(threads, [&](int64_t) {
     thread_local Workspace workspace;
-    const auto take = [&]() -> const Task* {
+    const auto take = [&]() -> const Bundle* {
       const int64_t i = next++;
-      if (i >= num_tasks)
+      if (i >= count)
         return nullptr;
-      body.check(tasks[i]);
-      return tasks + i;
+      for (int64_t t = 0; t < bundles[i].count; ++t)
+        body.check(bundles[i].tasks[t]);
+      return &bundles[i];
     };
-    // A task ahead, so that its keys can be asked for; not near the end, where another thread would wait for it.
+    // A bundle ahead, so that its keys can be asked for; not near the end, where another thread would wait for it.
     bool fetched = false;
-    for (const Task* task = take(); task;) {
-      const bool ahead = Body<T>::has_few_rows(*task) && next.load() + 2 * threads <= num_tasks;
-      const Task* after = ahead ? take() : nullptr;
-      body.run(*task, workspace, fetched, after);
+    for (const Bundle* bundle = take(); bundle;) {
+      const bool ahead = body.has_few_rows(bundle->first()) && next.load() + 2 * threads <= count;
+      const Bundle* after = ahead ? take() : nullptr;
+      body.run(*bundle, workspace, fetched, after);
       fetched = after != nullptr;
-      task = after ? after : take();
+      bundle = after ? after : take();
     }
   });
 }

@@ -18,7 +18,17 @@ _HEADERS = ("cpu_call.h", "cpu_parallel.h", "cpu_products.h", "cpu_elements.h", 
 _FLAGS = ("-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 LIBRARY = NativeLibrary(
     "cpu_attention",
-    ("cpu_attention.cpp", "cpu_operator.h", "cpu_task.h", "cpu_decode.h", "cpu_prefill.h", "cpu_pairs.h", *_HEADERS),
+    (
+        "cpu_attention.cpp",
+        "cpu_operator.h",
+        "cpu_task.h",
+        "cpu_decode.h",
+        "cpu_decode_products.h",
+        "cpu_decode_tiles.h",
+        "cpu_prefill.h",
+        "cpu_pairs.h",
+        *_HEADERS,
+    ),
     flags=_FLAGS,
     torch=True,
 )

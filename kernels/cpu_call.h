@@ -77,17 +77,6 @@ struct PagedRows {
   }
 };
 
-// The keys and values that a task is about.
-template <typename T>
-struct TaskRows {
-  PagedRows<T> keys, values;
-  int64_t begin, end;
-
-  TaskRows(const Call& call, const View<const T>& k_pages, const View<const T>& v_pages, const Task& task)
-      : keys(call, k_pages, task.request, task.kv_head, call.qk_dim),
-        values(call, v_pages, task.request, task.kv_head, call.v_dim), begin(task.kv_begin), end(task.kv_end) {}
-};
-
 // Asks for a row ahead of its use: pages lie anywhere, where the hardware cannot guess the next one. Into the second
 // level cache, as the first one waits for too few lines at a time (twice the bandwidth on Zen 4). Always inlined: a
 // function that does nothing but this has no effect that GCC would know, and calls of it are dropped.

@@ -44,11 +44,14 @@ inline Vec finish_lanes(
 template <typename T>
 class ManyRows {
  public:
-  // Leaves the task's sums in the workspace. `query(r)` is the pointer to a row's query.
+  // Leaves the task's sums in the workspace. `query_of(task, r)` is the pointer to a row's query.
   template <typename Query>
   static void attend(
-      const Call& call, const Task& task, const PagedRows<T>& keys, const PagedRows<T>& values, const Query& query,
-      Workspace& ws) {
+      const Call& call, const Task& task, const View<const T>& k_pages, const View<const T>& v_pages,
+      const Query& query_of, Workspace& ws) {
+    const PagedRows<T> keys(call, k_pages, task.request, task.kv_head, call.qk_dim);
+    const PagedRows<T> values(call, v_pages, task.request, task.kv_head, call.v_dim);
+    const auto query = [&](int64_t r) { return query_of(task, r); };
     ManyRows self(call, task, values.dim, ws);
     if constexpr (kMultipliesPairs && std::is_same_v<T, c10::BFloat16>) {
       if (keys.dim % 2 == 0)

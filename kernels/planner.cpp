@@ -128,7 +128,7 @@ struct Merge {
 struct Part {
   int32_t block, copy;
   int64_t begin;
-  size_t task;  // among the tasks of one group of heads
+  size_t task, stride;  // where its tasks are, one for each group of heads
 };
 
 void write_tables(const Plan& plan, Task* tasks, Merge* merges) {
@@ -137,10 +137,13 @@ void write_tables(const Plan& plan, Task* tasks, Merge* merges) {
   const int64_t groups = plan.groups;
   for (const Piece& piece : plan.schedule.pieces) {
     const Block& block = plan.blocks[piece.block];
-    for (int32_t copy = piece.copy; copy < piece.copy + piece.copies; ++copy) {
-      if (piece.is_partial)
-        parts.push_back({piece.block, copy, piece.begin, static_cast<size_t>(next - tasks)});
-      for (int64_t g = 0; g < groups; ++g) {
+    for (int32_t i = 0; piece.is_partial && i < piece.copies; ++i)
+      parts.push_back(
+          {piece.block, piece.copy + i, piece.begin, static_cast<size_t>(next - tasks + i),
+           static_cast<size_t>(piece.copies)});
+    // In the order of the heads, as their keys lie: a body may do neighbours together.
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int32_t copy = piece.copy; copy < piece.copy + piece.copies; ++copy) {
         const int32_t head = static_cast<int32_t>(g * plan.copies + copy);
         *next++ = {block.request, head, block.row_begin, block.row_end, static_cast<int32_t>(piece.begin),
                    static_cast<int32_t>(piece.end), -1, -1};
@@ -157,10 +160,12 @@ void write_tables(const Plan& plan, Task* tasks, Merge* merges) {
       ++last;
     const int32_t num_splits = static_cast<int32_t>(last - first);
     for (int64_t g = 0; g < groups; ++g, ++merge) {
-      const Task& task = tasks[parts[first].task + g];
+      const Task& task = tasks[parts[first].task + g * parts[first].stride];
       merges[merge] = {task.request, task.kv_head, task.row_begin, task.row_end, scratch, num_splits, 0, 0};
-      for (size_t i = first; i < last; ++i, scratch += task.row_end - task.row_begin)
-        tasks[parts[i].task + g].partial = scratch, tasks[parts[i].task + g].merge = merge;
+      for (size_t i = first; i < last; ++i, scratch += task.row_end - task.row_begin) {
+        Task& part = tasks[parts[i].task + g * parts[i].stride];
+        part.partial = scratch, part.merge = merge;
+      }
     }
   }
 }

@@ -142,6 +142,23 @@ def test_blocks_wider_than_a_chunk(chunk: int) -> None:
     check(make_case([200], [230], AttentionShape(4, 2, 32, 32, chunk=chunk)), q_block=256)
 
 
+@pytest.mark.parametrize("page_size", [16, 48, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "group", "features"), [(20, 1, {}), (3, 5, {"alibi": True}), (4, 3, {"sinks": True})]
+)
+def test_heads_done_together_or_one_by_one_give_the_same_bits(
+    heads: int, group: int, features: dict[str, bool], dtype: torch.dtype, page_size: int
+) -> None:
+    """Few rows of neighbouring heads are one bundle; apart in the table they are not."""
+    shape = AttentionShape(heads * group, heads, 32, 32, window=250 if group == 3 else 0)
+    case = make_case([1, 1, 1], [333, 50, 301], shape, dtype=dtype, page_size=page_size, **features)
+    table = case.plan(units=1, kv_split=192)
+    by_head = torch.argsort(table.tasks[:, 1], stable=True)
+    apart = dataclasses.replace(table, tasks=table.tasks[by_head].contiguous())
+    assert torch.equal(case.run(table), case.run(apart))
+
+
 def test_a_step_of_many_small_tasks_runs_on_the_threads_there_are() -> None:
     case = make_case([1] * 40, [1 + 37 * i % 300 for i in range(40)], AttentionShape(6, 2, 64, 64))
     want = case.run(case.plan(kv_split=16))

@@ -156,6 +156,16 @@ def test_tables_are_int32_rows_of_eight_even_when_empty() -> None:
         assert part.dtype == torch.int32 and part.shape == (0, 8) and part.is_contiguous()
 
 
+@pytest.mark.parametrize("units", [1, 2, 4, 12])
+def test_the_heads_of_a_decode_stand_side_by_side(units: int) -> None:
+    """As their keys lie in a page: a body may read them in one go."""
+    shape = AttentionShape(16, 8, 64, 64)
+    tasks, _ = rows_of(plan_tasks(offsets([1] * 24), torch.full((24,), 512).int(), shape, page_size=16, units=units))
+    bundles = [tasks[i : i + 8] for i in range(0, len(tasks), 8)]
+    assert len(tasks) == 24 * 8
+    assert all([t.kv_head for t in b] == list(range(8)) and len({t.request for t in b}) == 1 for b in bundles)
+
+
 def test_padding_rows_without_keys_have_no_task() -> None:
     shape = AttentionShape(2, 1, 8, 8)
     tasks, _ = rows_of(plan_tasks(offsets([1, 1]), torch.tensor([0, 3]).int(), shape, page_size=4, units=2))
