@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from chunkc.kernels import cpu_backend, packed_linear, planner
+from chunkc.kernels import libraries
 from chunkc.kernels.native import instruction_sets
 
 _COMPILERS = 2  # at a time; one more, and this process would wait for them
@@ -16,10 +16,10 @@ def begin() -> None:
 
     Who needs one waits for its lock, and meets the error of a build that failed by building it again.
     """
-    libraries = [packed_linear.LIBRARY, cpu_backend.LIBRARY, planner.LIBRARY]
+    wanted = [libraries.LINEAR, libraries.ATTENTION, libraries.PLANNER]
     if "avx512f" not in instruction_sets():  # most likely no kernel of ours
-        libraries.append(packed_linear.ONEDNN)
-    missing = [library for library in libraries if not library.is_built()]
+        wanted.append(libraries.ONEDNN)
+    missing = [library for library in wanted if not library.is_built()]
 
     def build() -> None:
         while missing:

@@ -11,29 +11,10 @@ import warnings
 import torch
 
 from chunkc.errors import ChunkcError
-from chunkc.kernels import ops  # noqa: F401  the library's registrations need the operator's definition
-from chunkc.kernels.native import NativeLibrary
-
-_HEADERS = ("cpu_call.h", "cpu_parallel.h", "cpu_products.h", "cpu_elements.h", "cpu_simd.h")
-_FLAGS = ("-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
-LIBRARY = NativeLibrary(
-    "cpu_attention",
-    (
-        "cpu_attention.cpp",
-        "cpu_operator.h",
-        "cpu_task.h",
-        "cpu_decode.h",
-        "cpu_decode_products.h",
-        "cpu_decode_tiles.h",
-        "cpu_prefill.h",
-        "cpu_pairs.h",
-        *_HEADERS,
-    ),
-    flags=_FLAGS,
-    torch=True,
+from chunkc.kernels import (
+    libraries,
+    ops,  # noqa: F401  the library's registrations need the operator's definition
 )
-#: what the machine can do, for the benchmark
-RATES = NativeLibrary("cpu_rates", ("cpu_rates.cpp", *_HEADERS), flags=_FLAGS, torch=True)
 
 _lock = threading.Lock()
 _loaded: bool | None = None  # None: not tried yet
@@ -51,7 +32,7 @@ def load() -> bool:
     global _loaded
     with _lock:
         if _loaded is None:
-            library = LIBRARY.find_or_build()
+            library = libraries.ATTENTION.find_or_build()
             if library is None:
                 warnings.warn(
                     "chunkc found no C++ compiler (looked for $CXX, c++, g++, clang++), so attention on CPU runs on "

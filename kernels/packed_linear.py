@@ -35,33 +35,10 @@ import weakref
 import torch
 
 from chunkc.errors import ChunkcError
-from chunkc.kernels.native import NativeLibrary
+from chunkc.kernels import libraries
 
 #: dtypes worth packing; the CPU must have instructions for the latter
 _DTYPES = (torch.float32, torch.bfloat16)
-
-LIBRARY = NativeLibrary(
-    "cpu_linear",
-    (
-        "cpu_linear.cpp",
-        "cpu_linear_onednn.h",
-        "cpu_linear_memory.h",
-        "cpu_linear_registry.h",
-        "cpu_linear_product.h",
-        "cpu_linear_layout.h",
-        "cpu_linear_epilogue.h",
-        "cpu_linear_norm.h",
-        "cpu_linear_plain.h",
-        "cpu_linear_tile.h",
-        "cpu_operator.h",
-        "cpu_parallel.h",
-        "cpu_simd.h",
-    ),
-    flags=("-march=native", "-fopenmp"),
-    torch=True,
-)
-#: for weights that no kernel of ours serves
-ONEDNN = NativeLibrary("cpu_linear_onednn", ("cpu_linear_onednn.cpp", "cpu_linear_onednn.h"), torch=True)
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -127,7 +104,7 @@ def load() -> ctypes.CDLL | None:
     if not _tried:
         with _lock:
             if not _tried:
-                path = LIBRARY.find_or_build()
+                path = libraries.LINEAR.find_or_build()
                 if path is not None:
                     _library = _load(str(path))
                 _tried = True
@@ -144,7 +121,7 @@ def _use_onednn(library: ctypes.CDLL) -> None:
     if _onednn is None:
         with _lock:
             if _onednn is None:
-                path = ONEDNN.find_or_build()
+                path = libraries.ONEDNN.find_or_build()
                 if path is None:
                     raise ChunkcError(
                         "linears need a library of calls to oneDNN here, and there is no C++ compiler to build it"

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from chunkc.errors import ChunkcError
+from chunkc.kernels import libraries
 from chunkc.kernels.device import TaskCost
-from chunkc.kernels.native import NativeLibrary
 
 if TYPE_CHECKING:
     from chunkc.kernels.tasks import AttentionShape
 
-LIBRARY = NativeLibrary("planner", ("planner.cpp", "planner_schedule.h"))
 MAX_Q_BLOCKS = 8
 
 _lock = threading.Lock()
@@ -52,7 +51,7 @@ def load() -> ctypes.CDLL | None:
     if not _tried:
         with _lock:
             if not _tried:
-                path = LIBRARY.find_or_build()
+                path = libraries.PLANNER.find_or_build()
                 try:
                     _library = None if path is None else ctypes.CDLL(str(path))
                 except OSError as error:

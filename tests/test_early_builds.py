@@ -26,10 +26,10 @@ class _Library:
 
 
 def _begin(monkeypatch: pytest.MonkeyPatch, linear: _Library, attention: _Library, plan: _Library) -> list:
-    monkeypatch.setattr(early_builds.packed_linear, "LIBRARY", linear)
-    monkeypatch.setattr(early_builds.cpu_backend, "LIBRARY", attention)
-    monkeypatch.setattr(early_builds.planner, "LIBRARY", plan)
-    monkeypatch.setattr(early_builds.packed_linear, "ONEDNN", _Library(built=True))
+    monkeypatch.setattr(early_builds.libraries, "LINEAR", linear)
+    monkeypatch.setattr(early_builds.libraries, "ATTENTION", attention)
+    monkeypatch.setattr(early_builds.libraries, "PLANNER", plan)
+    monkeypatch.setattr(early_builds.libraries, "ONEDNN", _Library(built=True))
     before = set(threading.enumerate())
     early_builds.begin()
     return [thread for thread in threading.enumerate() if thread not in before]

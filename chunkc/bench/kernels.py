@@ -56,7 +56,7 @@ class Row:
     shape_name: str
     dtype: Any
     threads: int
-    calls: dict[str, Callable[[], object]]
+    calls: dict[str, tuple[Any, Callable[[], object]]]  # with their inputs
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     limit: list[float] = field(default_factory=list)  # bytes or operations per second; seconds for a mixed batch
     runs: list[float] = field(default_factory=list)  # of a decode: bytes per second in runs as long as a page's
@@ -136,11 +136,11 @@ def _rows(args: argparse.Namespace, shape_name: str, dtype: Any) -> Iterator[Row
     huge = not args.small_pages
     for batch in _batches(args.quick):
         inputs = Inputs.make(batch, shape, dtype, args.page_size, huge)
-        others: dict[str, Callable[[], object]] = {}
+        others: dict[str, tuple[Any, Callable[[], object]]] = {}
         if not args.no_torch:
-            others["SDPA"] = inputs.sdpa()
+            others["SDPA"] = inputs, inputs.sdpa()
             flex = None if args.quick else _flex(inputs)
-            others |= {"flex": flex} if flex else {}
+            others |= {"flex": (inputs, flex)} if flex else {}
         parts = []
         if batch.name.startswith("mixed"):  # what it would be ideal to take the sum of
             parts = [
@@ -150,8 +150,8 @@ def _rows(args: argparse.Namespace, shape_name: str, dtype: Any) -> Iterator[Row
                 ),
             ]
         for threads in args.threads:
-            calls = {"ours": inputs.ours(threads), **others}
-            calls |= {part.batch.name: part.ours(threads) for part in parts}
+            calls = {"ours": (inputs, inputs.ours(threads)), **others}
+            calls |= {part.batch.name: (part, part.ours(threads)) for part in parts}
             yield Row(batch, inputs, shape_name, dtype, threads, calls)
 
 
@@ -178,7 +178,7 @@ def _measure(rows: list[Row], rates: Any, args: argparse.Namespace) -> dict[int,
         for row in rows:
             torch.set_num_threads(row.threads)
             dim = row.inputs.shape.qk_dim
-            taken = {name: _seconds(call) for name, call in row.calls.items()}
+            taken = {name: _seconds(inputs, call) for name, (inputs, call) in row.calls.items()}
             if row.kind == "mixed":
                 limit = taken["decode"] + taken["prefill"]
             elif row.kind == "decode":
@@ -197,7 +197,8 @@ def _measure(rows: list[Row], rates: Any, args: argparse.Namespace) -> dict[int,
     return products
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(inputs: Any, call: Callable[[], object]) -> float:
+    inputs.write_tokens()
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
@@ -263,5 +264,6 @@ LEGEND = """\
 Medians over the rounds. The limit of a decode is the rate at which memory is read in order, that of a prefill the rate
 of products of 64 rows in the cache (in the dtype of the inputs), and that of a mixed batch the time that its decodes
 and its chunk take one after the other. Reached: keys and values read once, operations of visible pairs. SDPA and flex:
-how many times longer torch takes, with keys and values in one piece; SDPA is called per request. Memory lies on huge
-pages where the system grants them (but for the cache with --small-pages)."""
+how many times longer torch takes, with keys and values in one piece; SDPA is called per request. The step's own
+queries, keys and values were written just before, as by a layer's projections; the cache was not touched. Memory lies
+on huge pages where the system grants them (but for the cache with --small-pages)."""

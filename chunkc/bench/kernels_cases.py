@@ -121,6 +121,13 @@ class Inputs:
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
+    def write_tokens(self) -> None:
+        """Writes the step's own tokens again, all but the cache: they come from the projections just before."""
+        for tensor in (self.q, self.k, self.v):
+            tensor.mul_(1)
+        for q, *_ in self.__dict__.get("_dense", ()):
+            q.mul_(1)
+
     @property
     def page_size(self) -> int:
         """Tokens per page."""

@@ -8,7 +8,7 @@ import time
 import torch
 
 from chunkc.errors import ChunkcError
-from chunkc.kernels import cpu_backend
+from chunkc.kernels import libraries
 from chunkc.kernels.cpu_memory import prefer_huge_pages
 
 ROWS = 64  # M of the products
@@ -20,7 +20,7 @@ class MachineRates:
     """Measures when asked, so that it can take turns with what is compared with it."""
 
     def __init__(self, quick: bool) -> None:
-        path = cpu_backend.RATES.find_or_build()
+        path = libraries.RATES.find_or_build()
         if path is None:
             raise ChunkcError("measuring what the machine can do needs a C++ compiler")
         self._library = ctypes.CDLL(str(path))

@@ -24,11 +24,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Builds the body with other flags and compares it with the reference.
 VARIANT = """
 import dataclasses, sys, torch
-from chunkc.kernels import cpu_backend, ops, reference
+from chunkc.kernels import cpu_backend, libraries, ops, reference
 from chunkc.kernels.cases import make_case, tolerance
 from chunkc.kernels.tasks import AttentionShape
-flags = tuple(f for f in cpu_backend.LIBRARY.flags if not f.startswith("-march")) + tuple(sys.argv[1:])
-cpu_backend.LIBRARY = dataclasses.replace(cpu_backend.LIBRARY, flags=flags)
+flags = tuple(f for f in libraries.ATTENTION.flags if not f.startswith("-march")) + tuple(sys.argv[1:])
+libraries.ATTENTION = dataclasses.replace(libraries.ATTENTION, flags=flags)
 assert cpu_backend.load()
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

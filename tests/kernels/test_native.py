@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from chunkc.errors import ChunkcError
-from chunkc.kernels import cpu_backend, packed_linear, planner
+from chunkc.kernels import libraries, native
 from chunkc.kernels.native import NativeLibrary
 
 
-@pytest.fixture(params=[cpu_backend.LIBRARY, packed_linear.LIBRARY, planner.LIBRARY], ids=lambda library: library.name)
+@pytest.fixture(params=[libraries.ATTENTION, libraries.LINEAR, libraries.PLANNER], ids=lambda library: library.name)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
     return request.param
 
@@ -46,11 +46,27 @@ def test_a_kept_library_needs_no_compiler(library: NativeLibrary, monkeypatch: p
 
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKC_CACHE_DIR", str(tmp_path))
-    assert not planner.LIBRARY.is_built()
-    built = planner.LIBRARY.find_or_build()
+    assert not libraries.PLANNER.is_built()
+    built = libraries.PLANNER.find_or_build()
     assert built is not None
     whole = built.read_bytes()
     for damage in (b"", whole[:5000], whole[:-1] + b"x"):
         built.write_bytes(damage)
-        assert planner.LIBRARY.find_or_build() == built
+        assert libraries.PLANNER.find_or_build() == built
         assert built.read_bytes() != damage
+
+
+EVERY = [value for value in vars(libraries).values() if isinstance(value, NativeLibrary)]
+
+
+@pytest.mark.parametrize("library", EVERY, ids=lambda library: library.name)
+def test_a_library_names_all_it_includes(library: NativeLibrary) -> None:
+    """What is not named would not be in the key, and an old library would be taken for the new one."""
+    folder = Path(native.__file__).parent
+    included, todo = set(), [library.sources[0]]
+    while todo:
+        name = todo.pop()
+        included.add(name)
+        lines = (folder / name).read_text().splitlines()
+        todo += [line.split('"')[1] for line in lines if line.startswith('#include "')]
+    assert included == set(library.sources)

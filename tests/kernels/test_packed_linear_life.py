@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc.kernels.native import NativeLibrary
-from chunkc.kernels.packed_linear import LIBRARY, PackedWeight, can_pack
+from chunkc.kernels.packed_linear import PackedWeight, can_pack
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no oneDNN")
 packed_linear = torch.ops.chunkc.packed_linear
@@ -126,15 +125,3 @@ def test_without_a_compiler_onednn_serves_and_nobody_is_warned(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     assert result.stdout == "the packed weight 0 is gone; keep its PackedWeight as long as the graph runs\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_the_library_names_all_it_includes() -> None:
-    """What is not named would not be in the key, and an old library would be taken for the new one."""
-    folder = Path(sys.modules[NativeLibrary.__module__].__file__).parent
-    included, todo = set(), [LIBRARY.sources[0]]
-    while todo:
-        name = todo.pop()
-        included.add(name)
-        lines = (folder / name).read_text().splitlines()
-        todo += [line.split('"')[1] for line in lines if line.startswith('#include "')]
-    assert included == set(LIBRARY.sources)

@@ -50,6 +50,6 @@ def test_a_library_that_does_not_load_says_so(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "planner.so").write_text("no library")
     monkeypatch.setattr(planner, "_tried", False)
     monkeypatch.setattr(planner, "_library", None)
-    monkeypatch.setattr(planner, "LIBRARY", SimpleNamespace(find_or_build=lambda: tmp_path / "planner.so"))
+    monkeypatch.setattr(planner.libraries, "PLANNER", SimpleNamespace(find_or_build=lambda: tmp_path / "planner.so"))
     with pytest.raises(ChunkcError, match="does not load"):
         planner.load()
