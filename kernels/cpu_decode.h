@@ -96,12 +96,8 @@ class FewRows {
       if (scoring && !(more = tiles.next(*upcoming)) && after)
         after->next(*upcoming);
       step(scoring, scored, *upcoming, scores, weights);
-      if (scoring) {
-        const int64_t last = scoring->begin + scoring->count - 1;
-        const bool masked = scoring->begin < all_see_from_ || last > all_see_to_;
-        for (int64_t r = 0; r < rows_; ++r)
-          soft_max(scoring->head * rows_ + r, scores + r * kTile, scoring->begin, scoring->count, masked);
-      }
+      if (scoring)
+        soft_max(*scoring, scores);
       std::swap(scores, weights);
       Tile<T>* done = scored ? scored : free;
       scored = scoring;
@@ -177,17 +173,30 @@ class FewRows {
     }
   }
 
-  // Online softmax: turns a row's scores into weights, updates its peak and total, and sets the factor by which
-  // what was summed before must be multiplied.
-  void soft_max(int64_t r, float* scores, int64_t begin, int64_t count, bool masked) const {
-    const int64_t padded = round_up(count, kLanes);
-    const float old_peak = ws_.peak[r];
+  // Online softmax: turns the scores of a tile into weights, updates peaks and totals, and sets the factors by which
+  // what was summed before must be multiplied. Rows go through each stage together: of one alone, every stage waits for
+  // the one before.
+  void soft_max(const Tile<T>& tile, float* scores) const {
+    const int64_t row = tile.head * rows_, padded = round_up(tile.count, kLanes), last = tile.begin + tile.count - 1;
+    const bool masked = tile.begin < all_see_from_ || last > all_see_to_;
     const auto finish = call_.alibi_slopes ? finish_row<true> : finish_row<false>;
-    const float peak = finish(call_, ws_, r, scores, begin, count, masked);
-    // A row that has seen no key yet has peak -inf; 0 in its place keeps -inf - -inf out, and its weights are 0.
-    const Vec base = splat(peak == kMinusInf ? 0.0f : peak);
-    const float rescale = exp2_nonpositive(splat(old_peak) - base)[0];
-    Vec total = load(totals_ + r * kLanes) * rescale;
+    alignas(64) float base[kFewRows + kLanes] = {}, rescale[kFewRows + kLanes] = {};
+    for (int64_t r = 0; r < rows_; ++r) {
+      rescale[r] = ws_.peak[row + r];
+      ws_.peak[row + r] = finish(call_, ws_, row + r, scores + r * kTile, tile.begin, tile.count, masked);
+      // A row that has seen no key yet has peak -inf; 0 in its place keeps -inf - -inf out, and its weights are 0.
+      base[r] = ws_.peak[row + r] == kMinusInf ? 0.0f : ws_.peak[row + r];
+    }
+    for (int64_t r = 0; r < rows_; r += kLanes)
+      store(rescale + r, exp2_nonpositive(load(rescale + r) - load(base + r)));
+    std::copy_n(rescale, rows_, ws_.rescale.data());
+    for (int64_t r = 0; r < rows_; ++r)
+      weigh(scores + r * kTile, padded, splat(base[r]), totals_ + (row + r) * kLanes, rescale[r]);
+  }
+
+  // Turns a row's scores into weights and adds them to its total.
+  static void weigh(float* scores, int64_t padded, Vec base, float* row_total, float rescale) {
+    Vec total = load(row_total) * rescale;
     const auto weight = [&](int64_t j) { return exp2_nonpositive(load(scores + j) - base); };
     if constexpr (kPairsKeys<T>) {
       for (int64_t j = 0; j < padded; j += 2 * kLanes) {  // over the scores that have been read
@@ -202,9 +211,7 @@ class FewRows {
         total += w;
       }
     }
-    store(totals_ + r * kLanes, total);
-    ws_.peak[r] = peak;
-    ws_.rescale[r % rows_] = rescale;
+    store(row_total, total);
   }
 
   static void restore_order(float* row, int64_t padded_dim) {
