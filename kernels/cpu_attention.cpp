@@ -6,6 +6,7 @@
 
 #include "cpu_operator.h"
 #include "cpu_parallel.h"
+#include "cpu_table.h"
 #include "cpu_task.h"
 
 #include <ATen/EmptyTensor.h>
@@ -82,11 +83,7 @@ void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_
     thread_local Workspace workspace;
     const auto take = [&]() -> const Bundle* {
       const int64_t i = next++;
-      if (i >= count)
-        return nullptr;
-      for (int64_t t = 0; t < bundles[i].count; ++t)
-        body.check(bundles[i].tasks[t]);
-      return &bundles[i];
+      return i < count ? &bundles[i] : nullptr;
     };
     // A bundle ahead, so that its keys can be asked for; not near the end, where another thread would wait for it.
     bool fetched = false;
@@ -117,7 +114,7 @@ at::Tensor mixed_attention(
       "mixed_attention: q, k, v must be 3-d and the pages 4-d");
   TORCH_CHECK_VALUE(
       k.size(0) == q.size(0) && v.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(1) == v.size(1) &&
-          k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+          k.size(1) > 0 && q.size(1) % k.size(1) == 0 && k.size(2) > 0 && v.size(2) > 0,
       "mixed_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
   TORCH_CHECK_VALUE(
       k_pages.size(0) == v_pages.size(0) && k_pages.size(1) == k.size(1) && v_pages.size(1) == k.size(1) &&
@@ -147,17 +144,6 @@ at::Tensor mixed_attention(
   };
   const at::Tensor sinks_float = per_head(sinks, "sink"), slopes_float = per_head(alibi_slopes, "ALiBi slope");
 
-  const int64_t num_merges = merges.size(0);
-  const Merge* merge_table = reinterpret_cast<const Merge*>(merges.data_ptr<int32_t>());
-  int64_t scratch_rows = 0;
-  std::unique_ptr<std::atomic<int32_t>[]> pieces_left(new std::atomic<int32_t>[num_merges]);
-  for (int64_t i = 0; i < num_merges; ++i) {
-    const Merge& m = merge_table[i];
-    scratch_rows = std::max<int64_t>(scratch_rows, m.partial + int64_t(m.num_splits) * (m.row_end - m.row_begin));
-    pieces_left[i] = m.num_splits;
-  }
-  at::Tensor partials = at::detail::empty_cpu({scratch_rows, v.size(2) + 2}, q.options().dtype(at::kFloat));
-
   Call call{};
   call.q_offsets = q_offsets.data_ptr<int32_t>();
   call.kv_lens = kv_lens.data_ptr<int32_t>();
@@ -170,12 +156,19 @@ at::Tensor mixed_attention(
   call.sinks = sinks ? sinks_float.data_ptr<float>() : nullptr;
   call.alibi_slopes = alibi_slopes ? slopes_float.data_ptr<float>() : nullptr;
   call.scale = scale, call.softcap = softcap, call.window = window, call.chunk = chunk;
-  call.merges = merge_table, call.partials = partials.data_ptr<float>(), call.pieces_left = pieces_left.get();
+  call.merges = reinterpret_cast<const Merge*>(merges.data_ptr<int32_t>());
+
+  const Task* table = reinterpret_cast<const Task*>(tasks.data_ptr<int32_t>());
+  const int64_t num_merges = merges.size(0), scratch_rows = check_tables(call, table, tasks.size(0), num_merges);
+  at::Tensor partials = at::detail::empty_cpu({scratch_rows, v.size(2) + 2}, q.options().dtype(at::kFloat));
+  std::unique_ptr<std::atomic<int32_t>[]> pieces_left(new std::atomic<int32_t>[num_merges]);
+  for (int64_t i = 0; i < num_merges; ++i)
+    pieces_left[i] = call.merges[i].num_splits;
+  call.partials = partials.data_ptr<float>(), call.pieces_left = pieces_left.get();
 
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     append_and_clear<T>(keys, values, k_pages, v_pages, slot_mapping, out);
-    const Task* table = reinterpret_cast<const Task*>(tasks.data_ptr<int32_t>());
     run_tasks<T>(
         Body<T>(call, queries, k_pages, v_pages, out), table, tasks.size(0),
         threads_for(table, tasks.size(0), call));

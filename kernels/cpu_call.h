@@ -94,6 +94,7 @@ class Buffer {
   T* reserve(int64_t n) {
     if (n > size_) {
       const size_t bytes = round_up(n * sizeof(T), kLine);
+      size_ = 0;
       memory_.reset(static_cast<T*>(std::aligned_alloc(kLine, bytes)));
       if (!memory_)
         throw std::bad_alloc();

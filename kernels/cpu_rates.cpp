@@ -37,13 +37,17 @@ int32_t read(const char* begin, const char* end) {
   return all[0];
 }
 
-// The same for runs of `size` bytes in a given order; the run after the next one is asked for meanwhile.
+// The same for runs of `size` bytes in a given order; what comes about 16 KiB later is asked for meanwhile.
 int32_t read_runs(const char* data, const int64_t* order, int64_t count, int64_t size) {
+  constexpr int64_t kAhead = 16 << 10;
+  const int64_t runs_ahead = kAhead / size, bytes_ahead = kAhead % size;
   int32_t seen = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const char *run = data + order[i] * size, *later = data + order[std::min(i + 2, count - 1)] * size;
+    const char* run = data + order[i] * size;
+    const char* later = data + order[std::min(i + runs_ahead, count - 1)] * size + bytes_ahead;
+    const char* next = data + order[std::min(i + runs_ahead + 1, count - 1)] * size + bytes_ahead - size;
     for (int64_t at = 0; at < size; at += 256) {
-      prefetch_row(later + at, 256);
+      prefetch_row((at + bytes_ahead < size ? later : next) + at, 256);
       seen ^= read(run + at, run + at + 256);
     }
   }

@@ -35,24 +35,6 @@ class Body {
       finish(bundle.tasks[i], i * rows, ws);
   }
 
-  // Throws where the task names what the batch does not have.
-  void check(const Task& task) const {
-    TORCH_CHECK_INDEX(
-        task.request >= 0 && task.request < call_.num_requests && task.kv_head >= 0 &&
-            task.kv_head < call_.num_kv_heads,
-        "mixed_attention: a task names request ", task.request, " and key/value head ", task.kv_head,
-        ", which the batch does not have");
-    const int64_t first = call_.q_offsets[task.request], last = call_.q_offsets[task.request + 1];
-    TORCH_CHECK_INDEX(
-        first >= 0 && last <= call_.num_tokens && task.row_begin >= 0 && task.row_begin < task.row_end &&
-            task.row_end <= (last - first) * call_.group,
-        "mixed_attention: a task names rows that request ", task.request, " does not have");
-    TORCH_CHECK_INDEX(
-        task.kv_begin >= 0 && task.kv_begin < task.kv_end &&
-            task.kv_end <= std::min<int64_t>(call_.kv_lens[task.request], call_.page_table_stride * call_.page_size),
-        "mixed_attention: a task names keys that request ", task.request, " does not have");
-  }
-
  private:
   // Each row's slope in units of log2; 0 in the lanes of no row.
   void set_slopes(const Bundle& bundle, int64_t rows, Workspace& ws) const {

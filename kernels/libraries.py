@@ -13,6 +13,7 @@ ATTENTION = NativeLibrary(
     (
         "cpu_attention.cpp",
         "cpu_operator.h",
+        "cpu_table.h",
         "cpu_task.h",
         "cpu_decode.h",
         "cpu_decode_products.h",

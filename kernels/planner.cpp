@@ -2,6 +2,8 @@
 
 #include "planner_schedule.h"
 
+#include <new>
+
 namespace chunkc::planner {
 namespace {
 
@@ -174,9 +176,10 @@ void write_tables(const Plan& plan, Task* tasks, Merge* merges) {
 }  // namespace chunkc::planner
 
 // Plans a step: q_offsets [num_requests + 1], kv_lens [num_requests]. Numbers of tasks and merges are left in `counts`.
-extern "C" void chunkc_plan(
+// False where memory does not suffice.
+extern "C" bool chunkc_plan(
     const chunkc::planner::Options* options, const int32_t* q_offsets, const int32_t* kv_lens, int64_t num_requests,
-    int64_t* counts) {
+    int64_t* counts) try {
   using namespace chunkc::planner;
   make_plan(*options, q_offsets, kv_lens, num_requests);
   counts[0] = counts[1] = 0;
@@ -185,6 +188,9 @@ extern "C" void chunkc_plan(
     // one piece of every cut block ends where the block does
     counts[1] += piece.is_partial && piece.end == plan.blocks[piece.block].high ? piece.copies * plan.groups : 0;
   }
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 // Writes the tables of this thread's latest plan: [counts[0]][8] and [counts[1]][8].

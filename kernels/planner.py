@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,11 +54,17 @@ def load() -> ctypes.CDLL | None:
             if not _tried:
                 path = libraries.PLANNER.find_or_build()
                 try:
-                    _library = None if path is None else ctypes.CDLL(str(path))
+                    _library = None if path is None else _open(path)
                 except OSError as error:
                     raise ChunkcError(f"The planner's library {path} does not load: {error}") from error
                 _tried = True
     return _library
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.chunkc_plan.restype = ctypes.c_bool
+    return library
 
 
 def options(
@@ -93,15 +100,20 @@ def options(
 def plan(
     library: ctypes.CDLL, asked: Options, q_offsets: torch.Tensor, kv_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 tasks ``[N, 8]`` and merges ``[M, 8]`` of a batch: contiguous int32 ``[R + 1]`` and ``[R]``, on the CPU."""
+    """int32 tasks ``[N, 8]`` and merges ``[M, 8]`` of a batch: contiguous int32 ``[R + 1]`` and ``[R]``, on the CPU.
+
+    Raises:
+        MemoryError: for so many tasks.
+    """
     counts = (ctypes.c_int64 * 2)()
-    library.chunkc_plan(
+    if not library.chunkc_plan(
         ctypes.byref(asked),
         ctypes.c_void_p(q_offsets.data_ptr()),
         ctypes.c_void_p(kv_lens.data_ptr()),
         ctypes.c_int64(kv_lens.shape[0]),
         counts,
-    )
+    ):
+        raise MemoryError(f"the plan of {int(q_offsets[-1])} tokens has too many tasks")
     tasks = torch.empty(counts[0], 8, dtype=torch.int32)
     merges = torch.empty(counts[1], 8, dtype=torch.int32)
     library.chunkc_fetch_plan(ctypes.c_void_p(tasks.data_ptr()), ctypes.c_void_p(merges.data_ptr()))

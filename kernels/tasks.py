@@ -114,8 +114,8 @@ class Merge(NamedTuple):
     """One row of ``TaskTable.merges``.
 
     Piece ``s`` of ``num_splits`` (in the order of the keys) holds its rows at scratch rows
-    ``partial + s * (row_end - row_begin)`` and up. The two last columns fill the row up to 32 bytes and are
-    0.
+    ``partial + s * (row_end - row_begin)`` and up; the merges lie in the scratch in the order of the table. The two
+    last columns fill the row up to 32 bytes and are 0.
     """
 
     request: int
@@ -258,4 +258,7 @@ def _int32(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as the library reads it; itself, as a rule."""
     if tensor.dtype == torch.int32 and tensor.is_contiguous() and tensor.device.type == "cpu":
         return tensor
-    return tensor.to("cpu", torch.int32).contiguous()
+    narrow = tensor.to("cpu", torch.int32).contiguous()
+    if not torch.equal(narrow.long(), tensor.cpu().long()):
+        raise ValueError("numbers of tokens must be integers of 32 bits")
+    return narrow

@@ -33,7 +33,12 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark command. The exit code is 2 where the input is at fault; stderr says why."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else DEFAULT_COMMAND
+    name = DEFAULT_COMMAND
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments.pop(0)
+        if name not in COMMANDS:
+            print(f"chunkc.bench: there is no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
     command = importlib.import_module(COMMANDS[name])
     parser = _Parser(
         prog=f"python -m chunkc.bench {name}",

@@ -7,6 +7,7 @@ on all of them alike. A share is the median over the rounds of a case's rate by 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ DESCRIPTION = "the C++ attention on CPU: decode, prefill and mixed batches again
 TARGETS = {"decode": ">= 80%", "prefill": ">= 60%", "mixed": "<= 1.1x"}
 SHAPES = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128)}
 _WARM_UP, _ROUNDS, _QUICK_ROUNDS = 1, 7, 3
+_MOST_THREADS = 64  # of a CPU: beyond, threads cannot be made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +83,10 @@ class Row:
 
     @property
     def run_bytes(self) -> int:
-        """A page's keys of one head, which lie in a row; in whole steps of the measurement."""
-        return max(256, self.inputs.page_size * self.inputs.shape.qk_dim * self.dtype.itemsize // 256 * 256)
+        """A page's keys of all heads, which lie in a row; in whole steps of the measurement."""
+        shape = self.inputs.shape
+        size = shape.num_kv_heads * self.inputs.page_size * shape.qk_dim * self.dtype.itemsize
+        return max(256, size // 256 * 256)
 
     def ratio(self, other: str) -> float | None:
         """How many times longer another way takes."""
@@ -100,14 +104,16 @@ def run(args: argparse.Namespace) -> int:
 
     if not cpu_backend.load():
         raise ChunkcError("the C++ attention needs a C++ compiler: install g++ or clang, or set CXX")
-    before = torch.get_num_threads()
+    before, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if max(args.threads) > _MOST_THREADS * cpus:
+        raise ChunkcError(f"{max(args.threads)} threads are too many for {cpus} CPUs")
     torch._dynamo.config.recompile_limit = 64  # flex_attention is compiled for each batch
     try:
         rates = MachineRates(args.quick)
         for shape_name in args.shape or (["9/3/64"] if args.quick else SHAPES):
             for dtype_name in args.dtype:
                 with stage(f"{shape_name} {dtype_name}"):
-                    rows = list(_rows(args, shape_name, getattr(torch, dtype_name)))
+                    rows = _rows_in_memory(args, shape_name, getattr(torch, dtype_name))
                     products = _measure(rows, rates, args)
                 print(render(rows))
                 print(_footer(rows, products, dtype_name), end="\n\n")
@@ -153,6 +159,15 @@ def _rows(args: argparse.Namespace, shape_name: str, dtype: Any) -> Iterator[Row
             calls = {"ours": (inputs, inputs.ours(threads)), **others}
             calls |= {part.batch.name: (part, part.ours(threads)) for part in parts}
             yield Row(batch, inputs, shape_name, dtype, threads, calls)
+
+
+def _rows_in_memory(args: argparse.Namespace, shape_name: str, dtype: Any) -> list[Row]:
+    try:
+        return list(_rows(args, shape_name, dtype))
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise ChunkcError(f"the cases do not fit into memory with pages of {args.page_size} tokens") from error
 
 
 def _flex(inputs: Any) -> Callable[[], object] | None:
@@ -239,8 +254,8 @@ def render(rows: list[Row]) -> str:
 
 def _footer(rows: list[Row], products: dict[int, tuple[str, list[float], list[float]]], dtype_name: str) -> str:
     runs = [
-        f"Keys lie in runs of {row.run_bytes} bytes. Such runs are read in any order, with {_threads(row.threads)}, at "
-        f"{median(row.runs) / 1e9:.1f} GB/s, of which the decode reaches "
+        f"A page's keys are a run of {row.run_bytes} bytes. Such runs are read in any order, with "
+        f"{_threads(row.threads)}, at {median(row.runs) / 1e9:.1f} GB/s, of which the decode reaches "
         f"{median(row.work / t / r for t, r in zip(row.seconds['ours'], row.runs, strict=True)):.0%}."
         for row in rows
         if row.runs
@@ -265,5 +280,5 @@ Medians over the rounds. The limit of a decode is the rate at which memory is re
 of products of 64 rows in the cache (in the dtype of the inputs), and that of a mixed batch the time that its decodes
 and its chunk take one after the other. Reached: keys and values read once, operations of visible pairs. SDPA and flex:
 how many times longer torch takes, with keys and values in one piece; SDPA is called per request. The step's own
-queries, keys and values were written just before, as by a layer's projections; the cache was not touched. Memory lies
-on huge pages where the system grants them (but for the cache with --small-pages)."""
+queries, keys and values were written just before, as by a layer's projections, and SDPA's queries; the cache was not
+touched. Memory lies on huge pages where the system grants them (but for the cache with --small-pages)."""

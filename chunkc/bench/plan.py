@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from chunkc.kernels.device import DeviceModel
 from chunkc.kernels.tasks import AttentionShape
 
 DESCRIPTION = "plan the attention of a batch, or of all batches of a trace, and predict how busy it keeps a device"
+_INT32, _MOST_REQUESTS = 2**31 - 1, 10**6
 DEFAULT_DECODES, DEFAULT_PREFILLS = ["128x2048"], ["2048@0"]
 
 
@@ -83,17 +85,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not (0 < args.rate < math.inf and 0 < args.parameters < math.inf):
+        raise ChunkcError("--rate and --parameters must be positive")
+    try:
+        return _run(args)
+    except MemoryError as error:
+        raise ChunkcError(f"there is not enough memory to plan this: {error}") from error
+
+
+def _run(args: argparse.Namespace) -> int:
     shape, device = _shape(args), _device(args)
     planner = Planner(shape, device, args.page_size, args.q_block, args.kv_split)
     where = f"{args.heads}, page size {args.page_size}, on {device.name} ({device.units} units)"
     if args.trace is None:
-        batch = _batch(args)
+        batch = _batch(args, shape)
         print(f"{where}: {_describe(batch)}\n\n{batch_table(batch, planner)}")
         return 0
     if args.decodes is not None or args.prefills is not None:
         raise ChunkcError("a trace makes its own batches: leave out --decodes and --prefills")
-    if args.rate <= 0 or args.parameters <= 0:
-        raise ChunkcError("--rate and --parameters must be positive")
     arrivals = plan_trace.read_trace(args.trace, args.requests)
     model = plan_trace.ServedModel(args.parameters, args.layers)
     options = {"budget": args.budget, "page_size": args.page_size, "rate": args.rate}
@@ -131,12 +140,12 @@ def _device(args: argparse.Namespace) -> DeviceModel:
         )
     if args.overhead is None:
         return device
-    if args.overhead < 0:
+    if not 0 <= args.overhead < math.inf:
         raise ChunkcError(f"--overhead must be 0 or more microseconds, not {args.overhead:g}")
     return dataclasses.replace(device, task_overhead=args.overhead / 1e6)
 
 
-def _batch(args: argparse.Namespace) -> Batch:
+def _batch(args: argparse.Namespace, shape: AttentionShape) -> Batch:
     decodes, prefills = args.decodes, args.prefills
     if decodes is None and prefills is None:
         decodes, prefills = DEFAULT_DECODES, DEFAULT_PREFILLS
@@ -145,17 +154,26 @@ def _batch(args: argparse.Namespace) -> Batch:
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
         if match is None or int(match[2]) < 1:
             raise ChunkcError(f"--decodes takes for example 128x2048 (128 requests of 2048 tokens), not {text!r}")
-        requests += [(1, int(match[2]))] * int(match[1] or 1)
+        requests += _requests(1, int(match[2]), match[1], text)
     for text in prefills or ():
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)(?:@(\d+))?", text)
         if match is None or int(match[2]) < 1:
             raise ChunkcError(
                 f"--prefills takes for example 2048@0 (2048 tokens, none cached) or 4x512@1024, not {text!r}"
             )
-        requests += [(int(match[2]), int(match[2]) + int(match[3] or 0))] * int(match[1] or 1)
+        requests += _requests(int(match[2]), int(match[2]) + int(match[3] or 0), match[1], text)
     if not requests:
         raise ChunkcError("there is nothing to plan: give --decodes or --prefills at least one request")
+    if sum(new for new, _ in requests) * shape.group > _INT32:
+        raise ChunkcError(f"a plan has at most {_INT32} rows, query heads of a key/value head counted")
     return Batch(*np.array(requests, dtype=np.int64).T)
+
+
+def _requests(new: int, tokens: int, count: str | None, text: str) -> list[tuple[int, int]]:
+    times = 1 if count is None else int(count)
+    if tokens > _INT32 or times > _MOST_REQUESTS:
+        raise ChunkcError(f"a batch has at most {_MOST_REQUESTS} requests of {_INT32} tokens each, and {text!r} more")
+    return [(new, tokens)] * times
 
 
 def _describe(batch: Batch) -> str:

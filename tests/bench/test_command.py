@@ -78,7 +78,8 @@ def test_the_builtin_workload_needs_no_file(fake_model, monkeypatch, capsys):
         ("--which a", "give --workload as well"),
         ("--json no/such/folder/x", "cannot write no/such/folder/x"),
         ("--model ./nowhere", "there is no model at nowhere"),
-        ("frobnicate", "unrecognized arguments: frobnicate"),
+        ("kernel --quick", "there is no command 'kernel'; there are: serve, plan, kernels,"),
+        ("serve frobnicate", "unrecognized arguments: frobnicate"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, capsys, monkeypatch, tmp_path):

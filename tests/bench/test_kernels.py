@@ -36,7 +36,7 @@ def test_pages_of_any_size(page_size: int) -> None:
     inputs = Inputs.make(batch, SHAPE, torch.float32, page_size)
     assert inputs.k_pages.shape[0] == -(-70 // page_size) + -(-33 // page_size) and inputs.page_size == page_size
     row = kernels.Row(batch, inputs, "6/2/32", torch.float32, 1, {})
-    assert row.run_bytes == {1: 256, 16: 2048, 100: 12800}[page_size]
+    assert row.run_bytes == {1: 256, 16: 4096, 100: 25600}[page_size]
     assert inputs.ours(1)().isfinite().all()
 
 
@@ -69,7 +69,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         "prefill 256 at 512",
         "mixed 8 x 1024 + 256 at 512",
         "our register tiles",
-        "runs of 32768 bytes",
+        "a run of 98304 bytes",
     ):
         assert case in out
 
@@ -78,6 +78,14 @@ def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["kernels", "--threads", "0"])
     assert "must be an integer >= 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("--threads 100000", "100000 threads are too many"), ("--page-size 1000000000000", "memory")]
+)
+def test_what_the_machine_has_not_is_one_sentence(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--quick", "--no-torch", *option.split()]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_huge_pages_keep_the_contents() -> None:

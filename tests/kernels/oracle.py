@@ -42,7 +42,7 @@ def attend(
             scores = torch.tanh(scores / softcap) * softcap
         if alibi_slopes is not None:
             distances = torch.tensor([[j - i for j in range(k.shape[0])] for i in range(first, first + q.shape[0])])
-            scores = scores + float(alibi_slopes[h]) * distances.reshape(scores.shape)
+            scores = scores + float(alibi_slopes[h]) * distances.reshape(scores.shape).double()
         scores[~visible] = -math.inf
         if sinks is not None:
             scores = torch.cat([scores, sinks[h].double().expand(q.shape[0], 1)], 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chunkc.kernels import cpu_backend, ops, reference
 from chunkc.kernels.cases import MixedCase, make_case, tolerance
-from chunkc.kernels.tasks import AttentionShape, TaskTable, plan_tasks
+from chunkc.kernels.tasks import AttentionShape, Merge, Task, TaskTable, plan_tasks
 
 from .oracle import expected
 
@@ -372,6 +372,54 @@ def test_cpp_refuses_what_it_cannot_do_and_writes_nowhere_else() -> None:
     ):
         with pytest.raises(error, match=match):
             ops.mixed_attention(*with_argument(index, value))
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "value"),
+    [
+        *(("tasks", 3, "merge", value) for value in (-1, 1, 5000, 10**8)),
+        *(("tasks", 3, "partial", value) for value in (-1, 0, 1, 5000, 10**8)),
+        *(("merges", 1, "request", value) for value in (-1, 1, 5000)),
+        *(("merges", 1, "kv_head", value) for value in (-1, 0, 5000, 10**8)),
+        *(("merges", 1, "row_begin", value) for value in (-1, 2, 5000)),
+        *(("merges", 1, "row_end", value) for value in (-1, 0, 5000, 2**31 - 1)),
+        *(("merges", 1, "partial", value) for value in (-1, 0, 10**8)),
+        *(("merges", 1, "num_splits", value) for value in (-1, 0, 1, 5000, 2**31 - 1)),
+    ],
+)
+def test_cpp_refuses_tables_that_do_not_fit_together(table: str, row: int, column: str, value: int) -> None:
+    """Before anything is written: pages are as they were."""
+    assert cpu_backend.load()
+    case = make_case([1, 1], [300, 200], AttentionShape(24, 8, 64, 64))
+    plan = case.plan(kv_split=64)
+    index = (Task if table == "tasks" else Merge)._fields.index(column)
+    broken = getattr(plan, table).clone()
+    assert broken[row, index] != value
+    broken[row, index] = value
+    given = case.arguments(dataclasses.replace(plan, **{table: broken}))
+    with pytest.raises(IndexError, match="merge"):
+        ops.mixed_attention(*given)
+    assert torch.equal(given[3].view(torch.int32), case.k_pages.view(torch.int32))
+
+
+def test_cpp_refuses_pieces_that_are_missing_or_there_twice() -> None:
+    assert cpu_backend.load()
+    case = make_case([1, 1], [300, 200], AttentionShape(24, 8, 64, 64))
+    plan = case.plan(kv_split=64)
+    for tasks in (plan.tasks[1:], torch.cat([plan.tasks, plan.tasks[:1]])):
+        with pytest.raises(IndexError, match="merge"):
+            ops.mixed_attention(*case.arguments(dataclasses.replace(plan, tasks=tasks.contiguous())))
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 3), (2, 4)])
+def test_cpp_refuses_heads_without_elements(arguments: tuple[int, ...]) -> None:
+    assert cpu_backend.load()
+    case = make_case([1], [30], AttentionShape(4, 2, 16, 16))
+    given = list(case.arguments(case.plan()))
+    for index in arguments:
+        given[index] = given[index][..., :0]
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.mixed_attention(*given)
 
 
 def test_offsets_beyond_32_bits_of_elements() -> None:

@@ -200,6 +200,11 @@ def test_a_batch_and_lengths_that_do_not_fit_are_refused() -> None:
         plan_tasks(offsets([1, 1]), torch.tensor([1]).int(), AttentionShape(1, 1, 8, 8), page_size=4, units=1)
 
 
+def test_numbers_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 bits"):
+        plan_tasks(offsets([1]), torch.tensor([2**32 + 5]), AttentionShape(2, 1, 8, 8), page_size=16, units=2)
+
+
 def test_other_integers_and_strides_mean_the_same() -> None:
     shape, lens = AttentionShape(4, 2, 16, 16), torch.tensor([9, 700])
     wide = torch.stack([offsets([3, 1]), offsets([7, 7])], dim=1)
