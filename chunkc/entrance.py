@@ -64,18 +64,18 @@ def enter(given: str | Path, dtype: str | torch.dtype | None, page_size: int) ->
         raise NotClean(f"{folder} is a name on the hub, where files may be newer")
     if not folder.is_dir():
         raise NotClean(f"{folder.name} is no folder")
-    check_imports()
-    check_modules()
-    state = folder_state.state_of(folder)
-    if state is None:
-        raise NotClean("it holds code, an adapter or packed weights, or files that cannot be looked at")
-    checkpoint = open_checkpoint(folder)
-    if checkpoint is None:
-        raise NotClean("its weights are not all in safetensors files that are whole")
     try:
+        check_imports()
+        check_modules()
+        state = folder_state.state_of(folder)
+        if state is None:
+            raise NotClean("it holds code, an adapter or packed weights, or files that cannot be looked at")
+        checkpoint = open_checkpoint(folder)
+        if checkpoint is None:
+            raise NotClean("its weights are not all in safetensors files that are whole")
         key = kept_start.key_for(folder, asked, page_size)
     except NotClean:
         raise
-    except Exception as error:  # whatever stands in the place of torch's functions raises
-        raise NotClean(f"torch's functions cannot be told ({type(error).__name__}: {error})") from error
+    except Exception as error:  # whatever stands in the place of torch's functions, or of a module, raises
+        raise NotClean(f"what this process is cannot be told ({type(error).__name__}: {error})") from error
     return Entrance(folder, checkpoint, state, key, modules, path, time)

@@ -289,6 +289,17 @@ def test_why_the_model_was_taken_is_shown(folder, cache, monkeypatch):
     assert "not from the folder alone: transformers was imported before\n" in engine.explain()
 
 
+def test_a_process_that_cannot_be_looked_at_takes_the_long_way(untied, monkeypatch) -> None:
+    """A module that raises at whoever looks at it is nobody's reason to be served nothing."""
+
+    def look() -> None:
+        raise RuntimeError("hands off")
+
+    monkeypatch.setattr(entrance, "check_modules", look)
+    told = start(untied[0]).explain()
+    assert "not from the folder alone: what this process is cannot be told (RuntimeError: hands off)\n" in told
+
+
 def test_a_gguf_file_takes_the_model(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(NotClean, match=r"model\.gguf is no folder"):
