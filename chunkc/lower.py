@@ -16,6 +16,7 @@ from torch import fx
 from chunkc import artifacts, compat, graph_library, inductor
 from chunkc.config import MODES
 from chunkc.graph_library import GraphFunction
+from chunkc.head import take_head
 from chunkc.parts import Part, cut, name_of
 from chunkc.passes.attributes import attribute
 from chunkc.passes.fx_tools import output_node, placeholders
@@ -77,10 +78,12 @@ def compile_parts(graph_module: fx.GraphModule, mode: str) -> Compiled:
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}; there are: {', '.join(MODES)}")
+    head = take_head(graph_module)
     parts = cut(graph_module)
     kinds = _kinds(parts)
     calls = tuple(PartCall(kind, part.inputs, part.outputs) for kind, part in zip(kinds, parts, strict=True))
-    program = Program(tuple(placeholders(graph_module.graph)), calls, name_of(output_node(graph_module.graph)))
+    inputs, result = tuple(placeholders(graph_module.graph)), name_of(output_node(graph_module.graph))
+    program = Program(inputs, calls, result, head)
     first = [parts[kinds.index(kind)].graph_module for kind in range(program.num_kinds)]
     if mode != "compiled":
         return Compiled(program, first)

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from chunkc.errors import VerificationError
 from chunkc.kernels.metadata import AttentionMetadata
 from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.deferred_logits import DeferredLogits, rows_of
 from chunkc.runtime.runner import ModelRunner
 
 #: longest prompt of the probe: windows and chunks larger than this are left to the kernels' own tests
@@ -60,14 +62,25 @@ def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def run_mixed(runner: ModelRunner, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-    """(request, start, end, logits of the tokens in between) of every prompt, computed in mixed batches."""
+    """(request, start, end, logits of the tokens in between) of every prompt, computed in mixed batches.
+
+    Raises:
+        VerificationError: the best tokens that the head gives by themselves are not those of its logits.
+    """
     size = runner.page_size
     lengths = [len(prompt) for prompt in prompts]
     counts = [-(-length // size) for length in lengths]
     scattered = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int()
     tables = scattered.split(counts)
     for chunks in _schedule(lengths):
-        logits = runner.run(_pack(chunks, prompts, tables, size))
+        result = runner.run(_pack(chunks, prompts, tables, size))
+        logits = rows_of(result)
+        if isinstance(result, DeferredLogits) and (result.best()[0].numpy() != logits.numpy().argmax(-1)).any():
+            raise VerificationError(
+                "the best tokens that the head gives are not those of its logits",
+                op="chunkc::linear_argmax",
+                hint="Please report it with the model's configuration. verify='off' would serve these wrong tokens.",
+            )
         parts = logits.split([end - start for _, start, end in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             yield *chunk, part

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkc.graph_library import GraphFunction
+from chunkc.kernels.linear_argmax import linear_rows
 from chunkc.kernels.packed_linear import PackedWeight
+from chunkc.runtime.deferred_logits import DeferredLogits, Logits
 
 #: before the names of weights among the inputs of parts
 WEIGHT = "weight:"
@@ -31,18 +34,42 @@ class PartCall:
 
 
 @dataclass(frozen=True)
+class Head:
+    """The product that makes logits of what the parts give; see ``chunkc.head``.
+
+    Attributes:
+        handle, bias, norm_weight: names, or None for none.
+        out_features: V.
+        norm_eps: of the norm before the product, where it has a weight.
+    """
+
+    handle: str
+    bias: str | None
+    out_features: int
+    norm_weight: str | None
+    norm_eps: float
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of its weights."""
+        return [name for name in (self.handle, self.bias, self.norm_weight) if name is not None]
+
+
+@dataclass(frozen=True)
 class Program:
     """What is computed, but for functions and weights.
 
     Attributes:
         inputs: names of a step's arguments.
         parts: in the order in which they run.
-        result: name of the logits.
+        result: name of the logits, or of what the head multiplies: [..., K], a row for each of the logits.
+        head: None where parts make the logits.
     """
 
     inputs: tuple[str, ...]
     parts: tuple[PartCall, ...]
     result: str
+    head: Head | None = None
 
     @property
     def num_kinds(self) -> int:
@@ -53,6 +80,7 @@ class Program:
     def weights(self) -> list[str]:
         """Names, without the mark, of the tensors that are fixed."""
         names = [name for part in self.parts for name in part.inputs if name.startswith(WEIGHT)]
+        names += self.head.weights if self.head is not None else []
         return [name.removeprefix(WEIGHT) for name in dict.fromkeys(names)]
 
 
@@ -131,7 +159,7 @@ class LoweredGraph:
         names = self.program.parts[part].inputs
         return sum(self._weight_sizes[name.removeprefix(WEIGHT)] for name in names if name.startswith(WEIGHT))
 
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Logits:
         """Run one step. ``inputs``: every tensor of ``program.inputs``; pages are written in place."""
         state = self.start(inputs)
         self.advance(state, 0, self.num_parts)
@@ -153,11 +181,21 @@ class LoweredGraph:
             for place in step.dead:
                 state[place] = None
 
-    def logits(self, state: State) -> torch.Tensor:
-        """The result [L, V] of a step of which all parts have run."""
-        logits = state[self._result]
-        assert logits is not None
-        return logits
+    def logits(self, state: State) -> Logits:
+        """The result, [L, V], of a step of which all parts have run."""
+        result, head = state[self._result], self.program.head
+        assert result is not None
+        if head is None:
+            return result
+        handle, bias, norm_weight = (
+            None if name is None else self.weights[name.removeprefix(WEIGHT)]
+            for name in (head.handle, head.bias, head.norm_weight)
+        )
+        rows = result.reshape(-1, result.shape[-1])
+        operands = (rows, handle, bias, head.out_features, norm_weight, head.norm_eps)
+        return DeferredLogits(
+            len(rows), partial(linear_rows, *operands), partial(torch.ops.chunkc.linear_argmax, *operands)
+        )
 
 
 def forget_weights(graph_module: nn.Module) -> None:

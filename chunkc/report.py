@@ -61,6 +61,8 @@ class CompileReport:
             f"{len(program.parts)} parts of {program.num_kinds} kinds, mode {self.mode!r}; attention runs in the "
             f"{self.body} body"
         )
+        if program.head is not None:
+            lines.append("logits are computed where they are wanted; of greedy requests the best token alone")
         if self.verification is None:
             lines.append("not checked against the model (verify='off')")
         else:

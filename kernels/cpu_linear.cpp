@@ -1,5 +1,6 @@
 // chunkc::packed_linear on CPU: x [..., K] times a packed weight [N, K] transposed, plus bias [N], in x's dtype or in
-// float32. And chunkc::fused_linear, which does what comes before and after in the same go.
+// float32. And chunkc::fused_linear, which does what comes before and after in the same go, and chunkc::linear_argmax,
+// which keeps the largest of each row.
 //
 // Own kernels serve float32 where there is AVX512, and bfloat16 where there are its dot products but no matrix
 // registers (AMX), which oneDNN uses and we do not. oneDNN serves the rest.
@@ -16,6 +17,8 @@
 #include <ATen/EmptyTensor.h>
 
 #include <optional>
+#include <tuple>
+#include <vector>
 
 namespace chunkc {
 namespace {
@@ -89,9 +92,10 @@ int64_t pack_linear_weight(const at::Tensor& tensor, bool own, bool consumed, bo
 }
 
 #if defined(CHUNKC_AVX512)
-at::Tensor multiply_by_own(
-    const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
-    const Around& around) {
+// Into `out` [..., N], of x's dtype or float32, or, where there is none, `best` [M].
+void multiply_by_own(
+    const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias, const Around& around,
+    const at::Tensor& out, Best* best) {
   // rows at any distance, as long as it is one distance
   const int64_t num_rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
   at::Tensor rows = x;
@@ -101,9 +105,8 @@ at::Tensor multiply_by_own(
   }
   const auto plain = [](const std::optional<at::Tensor>& given) { return given ? given->contiguous() : at::Tensor(); };
   const at::Tensor added = plain(bias), norm_weight = plain(around.norm_weight), residual = plain(around.residual);
-  at::DimVector shape(x.sizes());
-  shape.back() = weight.out_features / (weight.gated ? 2 : 1);
-  const at::Tensor out = at::detail::empty_cpu(shape, x.options().dtype(out_dtype));
+  if (num_rows == 0 || weight.out_features == 0)
+    return;
   with_type(weight.dtype, [&](auto zero) {
     using T = decltype(zero);
     Product<T> p;
@@ -111,7 +114,7 @@ at::Tensor multiply_by_own(
     p.rows = num_rows;
     p.x_stride = rows.is_contiguous() ? weight.in_features : rows.stride(0);
     at::Tensor normalised;
-    if (norm_weight.defined() && out.numel() > 0) {
+    if (norm_weight.defined()) {
       normalised = at::detail::empty_cpu({num_rows, weight.in_features}, x.options());
       normalise(
           p.x, p.x_stride, num_rows, weight.in_features, norm_weight.const_data_ptr<T>(), float(around.norm_eps),
@@ -121,12 +124,21 @@ at::Tensor multiply_by_own(
     p.layout = layout_of<T>(weight);
     p.weight = weight.memory.data();
     p.bias = bias ? added.const_data_ptr<T>() : nullptr;
-    p.out = out.mutable_data_ptr();
-    p.wide = out_dtype != x.scalar_type();
+    p.out = out.defined() ? out.mutable_data_ptr() : nullptr;
+    p.wide = out.defined() && out.scalar_type() != x.scalar_type();
     p.epilogue = {around.activation, residual.defined() ? residual.const_data_ptr<T>() : nullptr};
-    if (out.numel() > 0)
-      multiply(p);
+    p.best = best;
+    multiply(p);
   });
+}
+
+at::Tensor multiply_by_own(
+    const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
+    const Around& around) {
+  at::DimVector shape(x.sizes());
+  shape.back() = weight.out_features / (weight.gated ? 2 : 1);
+  const at::Tensor out = at::detail::empty_cpu(shape, x.options().dtype(out_dtype));
+  multiply_by_own(x, weight, bias, around, out, nullptr);
   return out;
 }
 #endif
@@ -185,6 +197,15 @@ void check_operands(
       !bias || (bias->dim() == 1 && bias->size(0) == weight.out_features), name, ": bias must be [N]");
 }
 
+void check_norm(const char* name, const Weight& weight, const std::optional<at::Tensor>& norm_weight) {
+  TORCH_CHECK_TYPE(
+      !norm_weight || norm_weight->scalar_type() == weight.dtype, name, ": the norm's weight must have the weight's ",
+      "dtype, ", weight.dtype);
+  TORCH_CHECK_VALUE(
+      !norm_weight || (norm_weight->dim() == 1 && norm_weight->size(0) == weight.in_features), name,
+      ": the norm's weight must be [K]");
+}
+
 at::Tensor packed_linear(
     const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features,
     std::optional<at::ScalarType> wanted) {
@@ -220,15 +241,9 @@ at::Tensor fused_linear(
   TORCH_CHECK_VALUE(
       out_features == weight.out_features / (weight.gated ? 2 : 1), "fused_linear: ", out_features,
       " columns do not fit a weight [", weight.out_features, ", ", weight.in_features, "]");
-  const auto has_dtype = [&](const std::optional<at::Tensor>& tensor) {
-    return !tensor || tensor->scalar_type() == weight.dtype;
-  };
+  check_norm("fused_linear", weight, around.norm_weight);
   TORCH_CHECK_TYPE(
-      has_dtype(around.norm_weight) && has_dtype(around.residual),
-      "fused_linear: the norm's weight and the residual must have the weight's dtype, ", weight.dtype);
-  TORCH_CHECK_VALUE(
-      !around.norm_weight || (around.norm_weight->dim() == 1 && around.norm_weight->size(0) == weight.in_features),
-      "fused_linear: the norm's weight must be [K]");
+      !around.residual || around.residual->scalar_type() == weight.dtype, "fused_linear: the residual must have the weight's dtype, ", weight.dtype);
   at::DimVector shape(x.sizes());
   shape.back() = out_features;
   TORCH_CHECK_VALUE(
@@ -239,6 +254,39 @@ at::Tensor fused_linear(
     return multiply_by_own(x, weight, bias, x.scalar_type(), around);
 #endif
   return after(around, onednn.multiply(before(around, x), weight.opaque, bias));
+}
+
+// The largest of each row's sums, float32, and its column: (int64 [...], float32 [...]).
+std::tuple<at::Tensor, at::Tensor> linear_argmax(
+    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias, int64_t out_features,
+    const std::optional<at::Tensor>& norm_weight, double norm_eps) {
+  const int64_t number = number_of(handle);
+  const auto borrowed = registry().find(number);
+  const Weight& weight = present(borrowed.get(), number);
+  check_operands("linear_argmax", x, weight, bias);
+  check_norm("linear_argmax", weight, norm_weight);
+  TORCH_CHECK_VALUE(
+      out_features == weight.out_features && !weight.gated && out_features > 0, "linear_argmax: ", out_features,
+      " columns do not fit a ", weight.gated ? "gated " : "", "weight [", weight.out_features, ", ",
+      weight.in_features, "]");
+  const at::DimVector shape(x.sizes().begin(), x.sizes().end() - 1);
+  const Around around{norm_weight, norm_eps, Activation::kNone, std::nullopt};
+#if defined(CHUNKC_AVX512)
+  if (!weight.opaque.defined()) {
+    const at::Tensor columns = at::detail::empty_cpu(shape, at::TensorOptions().dtype(at::kLong));
+    const at::Tensor values = at::detail::empty_cpu(shape, at::TensorOptions().dtype(at::kFloat));
+    std::vector<Best> best(columns.numel());
+    multiply_by_own(x, weight, bias, around, {}, best.data());
+    for (size_t row = 0; row < best.size(); ++row) {
+      columns.mutable_data_ptr<int64_t>()[row] = best[row].column;
+      values.mutable_data_ptr<float>()[row] = best[row].value;
+    }
+    return {columns, values};
+  }
+#endif
+  const at::Tensor sums = onednn.multiply(before(around, x), weight.opaque, bias).to(at::kFloat);
+  const at::Tensor columns = sums.argmax(-1);
+  return {columns, sums.gather(-1, columns.unsqueeze(-1)).squeeze(-1)};
 }
 
 int64_t boxed_pack_linear_weight(const Handle& weight, bool own, bool consumed, bool gated) {
@@ -263,6 +311,14 @@ Handle boxed_fused_linear(
       {tensor_of(norm_weight), norm_eps, Activation(activation), tensor_of(residual)}));
 }
 
+std::tuple<Handle, Handle> boxed_linear_argmax(
+    const Handle& x, const Handle& handle, const std::optional<Handle>& bias, int64_t out_features,
+    const std::optional<Handle>& norm_weight, double norm_eps) {
+  const auto [columns, values] = linear_argmax(
+      tensor_of(x), tensor_of(handle), tensor_of(bias), out_features, tensor_of(norm_weight), norm_eps);
+  return {handle_of(columns), handle_of(values)};
+}
+
 Handle boxed_packed_rows(const Handle& numbers, const Handle& handle, int64_t in_features, at::ScalarType dtype) {
   return handle_of(packed_rows(tensor_of(numbers), tensor_of(handle), in_features, dtype));
 }
@@ -270,6 +326,7 @@ Handle boxed_packed_rows(const Handle& numbers, const Handle& handle, int64_t in
 STABLE_TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
   m.impl("packed_linear", TORCH_BOX(&boxed_packed_linear));
   m.impl("fused_linear", TORCH_BOX(&boxed_fused_linear));
+  m.impl("linear_argmax", TORCH_BOX(&boxed_linear_argmax));
   m.impl("packed_rows", TORCH_BOX(&boxed_packed_rows));
   m.impl("_pack_linear_weight", TORCH_BOX(&boxed_pack_linear_weight));
 }

@@ -1,11 +1,13 @@
 // x [M, K] times a packed weight: how the work is divided over threads, and in which order a thread does its part.
 #pragma once
 
+#include "cpu_linear_best.h"
 #include "cpu_linear_epilogue.h"
 #include "cpu_linear_layout.h"
 
 #if defined(CHUNKC_AVX512)
 #include <atomic>
+#include <vector>
 
 namespace chunkc {
 
@@ -19,6 +21,7 @@ struct Product {
   void* out;  // [M, N], contiguous: T, or float32 where
   bool wide;
   Epilogue<T> epilogue;  // where it does anything, it writes T, in place of the product
+  Best* best;  // [M] or nullptr: else the largest of each row's sums is all that is kept
 };
 
 // The i-th of `parts` about equal parts of 0 .. n - 1 begins here.
@@ -57,13 +60,17 @@ inline Division divide(int64_t rows, const Layout& layout, int64_t max_threads) 
 //
 // `later` is where the weight of the unit begins that the thread does next, or nullptr. Its beginning is asked for at
 // the end of this one: a unit that starts with nothing on its way costs a microsecond, a tenth of a short one.
+//
+// `best` is for the unit's rows, where the product wants it.
 template <typename T>
 void multiply_block(
-    const Product<T>& p, int64_t first, int64_t rows, int64_t panel_begin, int64_t panel_end, const char* later) {
+    const Product<T>& p, int64_t first, int64_t rows, int64_t panel_begin, int64_t panel_end, const char* later,
+    Best* best) {
   constexpr int64_t kChunkSteps = 2048, kAhead = 8192;
   alignas(64) float sums[kBlockRows * kPanelColumns], bias[kPanelColumns] = {};
   const Layout& layout = p.layout;
   const int64_t tiles = parts_of(rows, kTileRows);
+  const bool has_more = p.best || p.epilogue.does_anything();  // to be done with the sums
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     const int64_t columns = layout.columns(panel), width = layout.vectors(panel) * kLanes;
     for (int64_t n = 0; p.bias && n < columns; ++n)
@@ -85,7 +92,7 @@ void multiply_block(
       tile.weight = p.weight + layout.offset(panel) + step * width * kStepBytes;
       tile.half_step = is_last && layout.in_features % kPerStep<T> != 0;
       tile.steps = steps - tile.half_step;
-      const bool is_result = is_last && !p.epilogue.does_anything();  // else they are sums to be gone on with
+      const bool is_result = is_last && !has_more;  // else they are sums to be gone on with
       tile.columns = int(is_result ? columns : width), tile.rounded = is_result && !p.wide;
       tile.start_stride = chunk == 0 ? 0 : kPanelColumns;
       tile.out_stride = is_result ? layout.out_features : kPanelColumns;
@@ -105,7 +112,9 @@ void multiply_block(
         tile.ahead = asks ? ahead + bytes / askers * t : tile.weight;
         tile.ahead_step = asks ? width * kStepBytes / askers : 0;
         tile_kernel<T>(int(count), int(width / kLanes))(tile);
-        if (is_last && !is_result)
+        if (is_last && p.best)
+          keep_best(sums + r * kPanelColumns, count, columns, panel * kPanelColumns, best + r);
+        else if (is_last && !is_result)
           finish(p.epilogue, layout, panel, sums + r * kPanelColumns, first + r, count, static_cast<T*>(p.out));
       }
     }
@@ -116,6 +125,7 @@ template <typename T>
 void multiply(const Product<T>& p) {
   const Division division = divide(p.rows, p.layout, num_threads());
   const int64_t panels = p.layout.panels(), units = division.blocks * division.groups;
+  std::vector<Best> best(p.best ? division.groups * p.rows : 0);  // [groups][M]
   std::atomic<int64_t> next{0};
   const auto panel_begin = [&](int64_t group) { return part_begin(panels, division.groups, group); };
   const auto run = [&](int64_t) {
@@ -127,11 +137,17 @@ void multiply(const Product<T>& p) {
       const int64_t first = part_begin(p.rows, division.blocks, block);
       multiply_block(
           p, first, part_begin(p.rows, division.blocks, block + 1) - first, panel_begin(group), panel_begin(group + 1),
-          later < units ? p.weight + p.layout.offset(panel_begin(later % division.groups)) : nullptr);
+          later < units ? p.weight + p.layout.offset(panel_begin(later % division.groups)) : nullptr,
+          p.best ? best.data() + group * p.rows + first : nullptr);
       unit = is_early ? later : next++;
     }
   };
   in_parallel(division.threads, run);
+  for (int64_t row = 0; p.best && row < p.rows; ++row) {
+    p.best[row] = best[row];
+    for (int64_t group = 1; group < division.groups; ++group)
+      p.best[row].take(best[group * p.rows + row]);
+  }
 }
 
 }  // namespace chunkc

@@ -37,6 +37,7 @@ LINEAR = NativeLibrary(
         "cpu_linear_registry.h",
         "cpu_linear_product.h",
         "cpu_linear_layout.h",
+        "cpu_linear_best.h",
         "cpu_linear_epilogue.h",
         "cpu_linear_norm.h",
         "cpu_linear_plain.h",

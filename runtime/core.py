@@ -35,8 +35,7 @@ from chunkc.runtime.streams import EventSink
 from chunkc.runtime.teams import release_team
 
 if TYPE_CHECKING:
-    import torch
-
+    from chunkc.runtime.deferred_logits import Logits
     from chunkc.runtime.runner import ModelRunner
 
 KEPT_COMPLETIONS = 4096  # the latest completions stay available by request id
@@ -237,9 +236,10 @@ class EngineCore:
     ) -> _Outcome:
         outcome = _Outcome(ran=self._clock())
 
-        def use(logits: torch.Tensor) -> Sampled | None:
+        def use(logits: Logits) -> Sampled | None:
+            wanted = self._sampler.wanted(logits, samplers) if samplers else None
             outcome.ran = self._clock()
-            return self._sampler.sample(logits, samplers) if samplers else None
+            return None if wanted is None else self._sampler.sample(wanted, samplers)
 
         try:
             batch = pack(chunks, self._pool) if chunks else None
@@ -281,7 +281,7 @@ class EngineCore:
             if samplers := piece.samplers:
                 assert piece.logits is not None
                 try:
-                    sampled = self._modes.compute(partial(self._sampler.sample, piece.logits, samplers))
+                    sampled = self._modes.compute(partial(self._first_tokens, piece.logits, samplers))
                 except Exception as error:
                     joined.failed = True
                     message = f"the step failed with {type(error).__name__}: {error}"
@@ -290,6 +290,9 @@ class EngineCore:
                 else:
                     self._hand_out(samplers, sampled)
         return joined
+
+    def _first_tokens(self, logits: Logits, samplers: list[Request]) -> Sampled:
+        return self._sampler.sample(self._sampler.wanted(logits, samplers), samplers)
 
     def _drop_cursor(self) -> None:
         """Stops the prefill that is under way and forgets what it has computed; its requests keep their pages."""

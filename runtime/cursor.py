@@ -33,8 +33,7 @@ from chunkc.runtime.pages import PagePool
 from chunkc.runtime.request import Request
 
 if TYPE_CHECKING:
-    import torch
-
+    from chunkc.runtime.deferred_logits import Logits
     from chunkc.runtime.runner import Forward, ModelRunner
 
 Order = Literal["tokens", "layers"]
@@ -56,7 +55,7 @@ class Piece:
     batch: PackedBatch
     work: float
     forward: Forward | None = None
-    logits: torch.Tensor | None = None
+    logits: Logits | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -26,8 +26,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-
 from chunkc.runtime.batch import PackedBatch
 from chunkc.runtime.cursor import PrefillCursor
 from chunkc.runtime.fences import Fence
@@ -36,6 +34,7 @@ from chunkc.runtime.spans import Span, SpanLog
 from chunkc.runtime.teams import release_team
 
 if TYPE_CHECKING:
+    from chunkc.runtime.deferred_logits import Logits
     from chunkc.runtime.runner import ModelRunner
 
 Result = TypeVar("Result")
@@ -49,7 +48,7 @@ class Executor(Protocol):
     def run(
         self,
         batch: PackedBatch | None,
-        use: Callable[[torch.Tensor], Result],
+        use: Callable[[Logits], Result],
         cursor: PrefillCursor | None,
         work: float | None,
     ) -> Result | None:
@@ -97,7 +96,7 @@ class Inline:
     def run(
         self,
         batch: PackedBatch | None,
-        use: Callable[[torch.Tensor], Result],
+        use: Callable[[Logits], Result],
         cursor: PrefillCursor | None,
         work: float | None,
     ) -> Result | None:
@@ -160,7 +159,7 @@ class Streams:
     def run(
         self,
         batch: PackedBatch | None,
-        use: Callable[[torch.Tensor], Result],
+        use: Callable[[Logits], Result],
         cursor: PrefillCursor | None,
         work: float | None,
     ) -> Result | None:
@@ -214,7 +213,7 @@ class Streams:
         else:
             wait([lane.submit(release_team) for lane in (self._decode, self._prefill) if lane.threads > 1])
 
-    def _run(self, batch: PackedBatch, use: Callable[[torch.Tensor], Result]) -> Result:
+    def _run(self, batch: PackedBatch, use: Callable[[Logits], Result]) -> Result:
         began = self._clock()
         result = use(self._runner.run(batch))
         self._spans.add(Span("decode cores", "batch", began, self._clock(), batch.num_tokens))

@@ -13,6 +13,7 @@ from chunkc.errors import CapacityError
 from chunkc.kernels.cpu_memory import prefer_huge_pages
 from chunkc.passes.attention_layer import AttentionLayer
 from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.deferred_logits import Logits, rows_of
 from chunkc.runtime.machine import CORES, Machine
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Graph(Protocol):
     def num_parts(self) -> int:
         """How many parts there are, at least one."""
 
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Logits:
         """Runs all parts. Takes the step's inputs by name (see ``passes.page_attention`` and
         ``passes.gather_logits``), writes pages in place, gives logits [L, V]."""
 
@@ -36,7 +37,7 @@ class Graph(Protocol):
     def advance(self, state: list[torch.Tensor | None], begin: int, end: int) -> None:
         """Runs parts ``begin`` to ``end - 1``."""
 
-    def logits(self, state: list[torch.Tensor | None]) -> torch.Tensor:
+    def logits(self, state: list[torch.Tensor | None]) -> Logits:
         """The logits, when all parts have run."""
 
     def weights_of(self, part: int) -> int:
@@ -57,7 +58,7 @@ class Forward(Protocol):
     def advance(self) -> None:
         """Run the next part. Raises what the model raises; the batch is then lost."""
 
-    def logits(self) -> torch.Tensor:
+    def logits(self) -> Logits:
         """Logits [L, V] of ``batch.logits_rows``, once all parts have run."""
 
 
@@ -80,7 +81,7 @@ class ModelRunner(Protocol):
     num_parts: int
     machine: Machine
 
-    def run(self, batch: PackedBatch) -> torch.Tensor:
+    def run(self, batch: PackedBatch) -> Logits:
         """Write the batch's keys and values to their pages; logits [L, V] of ``batch.logits_rows``."""
 
     def start(self, batch: PackedBatch) -> Forward:
@@ -152,7 +153,7 @@ class GraphRunner:
                 "bytes) cannot be allocated; give a smaller num_pages or cache_memory"
             ) from error
 
-    def run(self, batch: PackedBatch) -> torch.Tensor:
+    def run(self, batch: PackedBatch) -> Logits:
         """One step. Raises what the graph raises; the pages of the batch's requests are then undefined."""
         with torch.no_grad():
             if self.decode_graphs is not None and (logits := self.decode_graphs.run(batch)) is not None:
@@ -162,7 +163,7 @@ class GraphRunner:
     def compute(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [L, V] of a step whose inputs, but for the pages, are given by name, on the device."""
         with torch.no_grad():
-            return self._graph({**self._pages, **inputs})
+            return rows_of(self._graph({**self._pages, **inputs}))
 
     def start(self, batch: PackedBatch) -> Forward:
         """One step, to be advanced part by part."""
@@ -222,7 +223,7 @@ class _GraphForward:
             self._graph.advance(self._state, self.next_part, self.next_part + 1)
         self.next_part += 1
 
-    def logits(self) -> torch.Tensor:
+    def logits(self) -> Logits:
         return self._graph.logits(self._state)
 
 

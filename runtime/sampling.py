@@ -17,10 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from chunkc.runtime.deferred_logits import DeferredLogits, Logits
 from chunkc.runtime.philox import uniforms
 from chunkc.runtime.request import Request
 
 _HEAD = 1024  # likeliest tokens that are looked at first for a top-p
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The token of each row's largest logit (the lowest of equals), int64 ``[L]``, and that logit, float32 ``[L]``, NaN
+    where a row holds one."""
+
+    token_ids: np.ndarray
+    values: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +52,52 @@ class Sampler:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, 0)
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+    def wanted(self, logits: Logits, requests: Sequence[Request]) -> torch.Tensor | Best:
+        """What ``sample`` needs of a step's logits: the best tokens, where the requests are greedy and the model gives
+        them by themselves, else all.
+
+        Args:
+            logits: L rows.
+            requests: L requests; row ``i`` belongs to ``requests[i]``.
+
+        Raises:
+            ValueError: there is not one row per request.
+        """
+        if not isinstance(logits, DeferredLogits):
+            return logits
+        if logits.num_rows != len(requests):
+            raise ValueError(f"{logits.num_rows} rows of logits for {len(requests)} requests")
+        if any(request.sampling.needs_processing for request in requests):
+            return logits.rows()
+        token_ids, values = logits.best()
+        return Best(token_ids.numpy(), values.numpy())
+
+    def sample(self, logits: torch.Tensor | Best, requests: Sequence[Request]) -> Sampled:
         """Picks one token per row.
 
         Args:
-            logits: ``[L, V]`` of any float dtype, on any device; not changed.
+            logits: ``[L, V]`` of any float dtype, on any device; not changed. Of greedy requests the best are enough.
             requests: L requests; row ``i`` belongs to ``requests[i]``.
 
         Raises:
             ValueError: the logits have not one row per request.
         """
-        if logits.dim() != 2 or logits.shape[0] != len(requests):
-            raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(requests)} requests")
-        token_ids, top = self._argmax(logits)
-        bad = ~np.isfinite(top)
+        best = logits if isinstance(logits, Best) else self._argmax(logits, len(requests))
+        token_ids, bad = best.token_ids, ~np.isfinite(best.values)
         chosen = [i for i, request in enumerate(requests) if request.sampling.needs_processing and not bad[i]]
         if chosen:
+            assert isinstance(logits, torch.Tensor)
             rows = logits.detach()[chosen].to("cpu", torch.float32).numpy()
             token_ids[chosen] = pick(rows, [requests[i] for i in chosen])
         return Sampled(token_ids.tolist(), np.flatnonzero(bad).tolist())
 
-    def _argmax(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Index (the lowest of equals) and value of each row's maximum, NaN where a row holds one.
-
-        On the CPU NumPy's argmax does the same as torch's, ten times as fast.
-        """
+    def _argmax(self, logits: torch.Tensor, num_rows: int) -> Best:
+        """On the CPU NumPy's argmax does the same as torch's, ten times as fast."""
+        if logits.dim() != 2 or logits.shape[0] != num_rows:
+            raise ValueError(f"logits of shape {tuple(logits.shape)} for {num_rows} requests")
         if logits.device.type != "cpu":
             ids = logits.argmax(dim=-1)
-            return ids.cpu().numpy(), logits.gather(1, ids[:, None])[:, 0].float().cpu().numpy()
+            return Best(ids.cpu().numpy(), logits.gather(1, ids[:, None])[:, 0].float().cpu().numpy())
         if logits.dtype is not torch.float32:
             rows, columns = logits.shape
             if self._buffer.shape[1] != columns or self._buffer.shape[0] < rows:
@@ -77,7 +105,7 @@ class Sampler:
             logits = self._buffer[:rows].copy_(logits)
         values = logits.detach().numpy()
         ids = values.argmax(axis=-1)
-        return ids, np.take_along_axis(values, ids[:, None], axis=-1)[:, 0]
+        return Best(ids, np.take_along_axis(values, ids[:, None], axis=-1)[:, 0])
 
 
 def pick(scores: np.ndarray, requests: Sequence[Request]) -> np.ndarray:

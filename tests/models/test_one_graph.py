@@ -17,6 +17,7 @@ from chunkc import artifacts
 from chunkc.config import EngineConfig, SamplingParams
 from chunkc.lower import compile_counter
 from chunkc.runtime.batch import PackedBatch
+from chunkc.runtime.deferred_logits import rows_of
 from chunkc.runtime.engine import Engine
 
 LARGEST = 600
@@ -34,7 +35,7 @@ class Recorder:
         self.logits: torch.Tensor | None = None
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
-        self.batch, self.logits = batch, self.inner.run(batch)
+        self.batch, self.logits = batch, rows_of(self.inner.run(batch))
         return self.logits
 
 

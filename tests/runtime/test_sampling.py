@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from chunkc.config import ResolvedSampling
+from chunkc.runtime.deferred_logits import DeferredLogits
 from chunkc.runtime.outputs import RequestMetrics
 from chunkc.runtime.philox import philox4x32, uniforms
 from chunkc.runtime.request import Request
@@ -236,3 +237,27 @@ def test_a_tiny_temperature_is_greedy_not_nan():
 def test_logits_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match="for 2 requests"):
         Sampler().sample(torch.zeros(shape), [request_with()] * 2)
+
+
+def test_the_best_alone_are_asked_for_only_where_they_are_enough():
+    logits = torch.randn(2, 9)
+    best = torch.argmax(logits, -1)
+    asked = []
+
+    def given(what, result):
+        asked.append(what)
+        return result
+
+    deferred = DeferredLogits(
+        2, lambda: given("rows", logits), lambda: given("best", (best, torch.tensor([1.0, float("nan")])))
+    )
+    greedy, drawn = request_with(do_sample=False), request_with()
+    sampler = Sampler()
+    sampled = sampler.sample(sampler.wanted(deferred, [greedy, greedy]), [greedy, greedy])
+    assert asked == ["best"] and sampled.token_ids == best.tolist() and sampled.bad_rows == [1]
+    sampled = sampler.sample(sampler.wanted(deferred, [greedy, drawn]), [greedy, drawn])
+    assert asked == ["best", "rows"] and sampled.token_ids[0] == best[0] and not sampled.bad_rows
+    penalised = request_with(do_sample=False, repetition_penalty=1.5)
+    assert sampler.wanted(deferred, [penalised, greedy]) is logits
+    with pytest.raises(ValueError, match="2 rows of logits for 1 requests"):
+        sampler.wanted(deferred, [greedy])
