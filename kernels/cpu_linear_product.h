@@ -35,24 +35,30 @@ inline int64_t parts_of(int64_t n, int64_t most) {
 
 constexpr int64_t kBlockRows = 128;
 
-// A grid of units of work, and how many threads share them.
+// A grid of units of work, blocks of rows by groups of panels, and how many threads share them.
 struct Division {
-  int64_t blocks, groups, threads;  // of rows, of panels
+  int64_t blocks, threads;
+  std::vector<int64_t> panel_begins;  // of the groups, and the end
+
+  int64_t groups() const { return panel_begins.size() - 1; }
 };
 
-// Threads take units as they come, since some start late or are slower; so there are a few units a thread, and fewer
-// where each is short.
+// Threads take units as they come, since some start late or are slower. Groups get smaller, down to a panel, so that
+// threads end together.
 inline Division divide(int64_t rows, const Layout& layout, int64_t max_threads) {
   constexpr int64_t kWorthwhile = 50'000;  // elements of a weight, read or multiplied by a tile, are worth a thread
   const int64_t tiles = parts_of(rows, kTileRows), panels = layout.panels();
   const int64_t worth = layout.bytes() / kStepBytes * (1 + tiles) / 2 / kWorthwhile;
   const int64_t threads = std::clamp<int64_t>(worth, 1, max_threads);
-  int64_t blocks = parts_of(rows, kBlockRows);
-  const int64_t units = tiles == 1 ? 2 : 6;  // a thread's
-  const int64_t groups = threads == 1 ? 1 : std::min(panels, parts_of(threads * units, blocks));
-  if (blocks * groups < threads)
-    blocks = std::min(tiles, parts_of(threads, groups));
-  return {blocks, groups, std::min(threads, blocks * groups)};
+  Division division{parts_of(rows, kBlockRows), threads, {0}};
+  while (division.panel_begins.back() < panels) {
+    const int64_t begin = division.panel_begins.back(), left = panels - begin;
+    division.panel_begins.push_back(begin + (threads == 1 ? left : std::max<int64_t>(1, left / (2 * threads))));
+  }
+  if (division.blocks * division.groups() < threads)
+    division.blocks = std::min(tiles, parts_of(threads, division.groups()));
+  division.threads = std::min(threads, division.blocks * division.groups());
+  return division;
 }
 
 // A unit of work: a block of rows times a group of panels. All tiles of the block go over a panel before the next one,
@@ -124,20 +130,20 @@ void multiply_block(
 template <typename T>
 void multiply(const Product<T>& p) {
   const Division division = divide(p.rows, p.layout, num_threads());
-  const int64_t panels = p.layout.panels(), units = division.blocks * division.groups;
-  std::vector<Best> best(p.best ? division.groups * p.rows : 0);  // [groups][M]
+  const int64_t groups = division.groups(), units = division.blocks * groups;
+  const auto panel_begin = [&](int64_t group) { return division.panel_begins[group]; };
+  std::vector<Best> best(p.best ? groups * p.rows : 0);  // [groups][M]
   std::atomic<int64_t> next{0};
-  const auto panel_begin = [&](int64_t group) { return part_begin(panels, division.groups, group); };
   const auto run = [&](int64_t) {
     for (int64_t unit = next++; unit < units;) {
       // A unit ahead, so that its weight can be asked for; not near the end, where another thread would wait for it.
       const bool is_early = next.load() + division.threads <= units;
       const int64_t later = is_early ? next++ : units;
-      const int64_t block = unit / division.groups, group = unit % division.groups;
+      const int64_t block = unit / groups, group = unit % groups;
       const int64_t first = part_begin(p.rows, division.blocks, block);
       multiply_block(
           p, first, part_begin(p.rows, division.blocks, block + 1) - first, panel_begin(group), panel_begin(group + 1),
-          later < units ? p.weight + p.layout.offset(panel_begin(later % division.groups)) : nullptr,
+          later < units ? p.weight + p.layout.offset(panel_begin(later % groups)) : nullptr,
           p.best ? best.data() + group * p.rows + first : nullptr);
       unit = is_early ? later : next++;
     }
@@ -145,7 +151,7 @@ void multiply(const Product<T>& p) {
   in_parallel(division.threads, run);
   for (int64_t row = 0; p.best && row < p.rows; ++row) {
     p.best[row] = best[row];
-    for (int64_t group = 1; group < division.groups; ++group)
+    for (int64_t group = 1; group < groups; ++group)
       p.best[row].take(best[group * p.rows + row]);
   }
 }

@@ -145,9 +145,9 @@ def test_the_norm_is_the_models(own, rows, size, apart, scale, dtype, threads, s
     poison(x.numel(), dtype)
     result = fused_linear(x, packed.handle, None, size, norm_weight, EPS, Activation.NONE, None)
     expected = normalised(x, norm_weight)
-    # in half precision a sum in another order rounds a number now and then to its neighbour
     assert one_ulp_apart(result, expected, 8 if dtype is torch.float32 else 2)
-    assert (result == expected).double().mean() > (0.0 if dtype is torch.float32 else 0.97)
+    if dtype is not torch.float32:  # a sum in another order rounds a number now and then to its neighbour
+        assert (result != expected).sum() <= 1 + 0.03 * result.numel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
