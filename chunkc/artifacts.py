@@ -69,8 +69,15 @@ def find(kind: str, key: str) -> Entry | None:
     return Entry(folder, facts)
 
 
-def store(kind: str, key: str, files: Mapping[str, Path | bytes], facts: Mapping[str, Any]) -> Entry | None:
-    """Keep files (paths to copy, or contents) under a key; None, with a warning, where the folder cannot be written."""
+def store(
+    kind: str, key: str, files: Mapping[str, Path | bytes], facts: Mapping[str, Any], twin: Entry | None = None
+) -> Entry | None:
+    """Keep files (paths to copy, or contents) under a key; None, with a warning, where the folder cannot be written.
+
+    Args:
+        twin: an entry with the same files. They are linked where that can be done, so that they take room, and are
+            loaded by a process, once. Nothing writes to a file of an entry.
+    """
     folder = _place(kind, key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -79,7 +86,8 @@ def store(kind: str, key: str, files: Mapping[str, Path | bytes], facts: Mapping
             hashes = {}
             for name, content in files.items():
                 data = content if isinstance(content, bytes) else content.read_bytes()
-                (scratch / name).write_bytes(data)
+                if twin is None or not _link(twin.folder / name, scratch / name, data):
+                    (scratch / name).write_bytes(data)
                 hashes[name] = hashlib.sha256(data).hexdigest()
             index = {"key": key, "facts": dict(facts), "files": hashes, "created": time.time()}
             (scratch / _INDEX).write_text(json.dumps(index))
@@ -117,6 +125,18 @@ def clear() -> int:
     for folder, _, _ in found:
         shutil.rmtree(folder, ignore_errors=True)
     return len(found)
+
+
+def _link(file: Path, link: Path, data: bytes) -> bool:
+    """Make a link to a file if it holds these data; False where it does not, or where there can be none."""
+    try:
+        os.link(file, link)  # and then look: another file may take its place at any time
+        if link.read_bytes() == data:
+            return True
+        link.unlink()
+    except OSError:  # also of file systems that have no links
+        pass
+    return False
 
 
 def _place(kind: str, key: str) -> Path:

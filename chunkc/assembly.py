@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Preparation:
 
     Attributes:
         prepared: what is known of it.
-        functions: one a kind of part.
+        functions: gives them, one a kind of part, once. They may be with the compiler until then.
         source: where it comes from, in words.
         seconds: time it took.
         originals: what its weights are made of, by name, until ``lowered`` makes them.
@@ -40,7 +40,7 @@ class Preparation:
     """
 
     prepared: Prepared
-    functions: Sequence[GraphFunction]
+    functions: Callable[[], Sequence[GraphFunction]]
     source: str
     seconds: float
     originals: dict[str, torch.Tensor]
@@ -68,7 +68,7 @@ class Preparation:
         held = self.constants or ()  # to be kept on disk
         weights = make_all(names, self.made, self.originals, self.resources, owned=owned, held=held, released=released)
         memory.trim()
-        return LoweredGraph(self.prepared.program, self.functions, weights, self.resources)
+        return LoweredGraph(self.prepared.program, self.functions(), weights, self.resources)
 
     def runnable(self, model: nn.Module) -> fx.GraphModule | None:
         """The graph before compilation, where there is one, over the weights of a model like the one prepared."""

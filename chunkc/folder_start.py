@@ -126,7 +126,7 @@ def _preparation(found: FoundStart, checkpoint: Checkpoint, began: float) -> Pre
     if originals is None:
         return None
     seconds = time.perf_counter() - began
-    return Preparation(prepared, functions, SOURCE, seconds, originals, prepared.made)
+    return Preparation(prepared, lambda: functions, SOURCE, seconds, originals, prepared.made)
 
 
 def _originals(

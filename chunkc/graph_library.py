@@ -1,8 +1,9 @@
 """The library of a graph -> a function.
 
-Inductor's C++ wrapper makes a library with one entry point that takes tensors and returns tensors. We call that
-entry: no guards, no unpacking, no Python between the operators, and the interpreter lock is free meanwhile. The
-library alone is what is kept on disk (``chunkc.artifacts``), so a later start needs neither Inductor nor a compiler.
+Inductor's C++ wrapper makes code with one entry point that takes tensors and returns tensors. We call that entry, in
+a library that other graphs may share, by a name made of the graph's key: no guards, no unpacking, no Python between the
+operators, and the interpreter lock is free meanwhile. The library alone is what is kept on disk (``chunkc.artifacts``),
+so a later start needs neither Inductor nor a compiler.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
     "cpp.dynamic_threads": True,  # as many threads as there are when it runs
     "force_disable_caches": True,  # ours holds the result
+    "cpp_cache_precompile_headers": False,  # writing them takes three times as long as to read them once, and 190 MB
     # arguments come from us alone and are checked before they get here
     "size_asserts": False,
     "nan_asserts": False,
@@ -38,8 +40,12 @@ OPTIONS: dict[str, Any] = {
 
 #: file of an artifact
 LIBRARY = "graph.so"
-_ENTRY = "inductor_entry_cpp"
 _loaded = itertools.count()
+
+
+def entry_name(key: str) -> str:
+    """What the entry point of a graph is called in its library: another library, or part of it, is not taken for it."""
+    return f"graph_{key}"
 
 
 def environment() -> str:
@@ -64,20 +70,20 @@ def environment() -> str:
     return "\n".join(map(str, facts))
 
 
-def load(library: Path) -> GraphFunction:
-    """The function of a library that ``compile_to_libraries`` made, in this process or another.
+def load(library: Path, name: str) -> GraphFunction:
+    """The function ``name`` of a library that ``begin_libraries`` made, in this process or another.
 
     Raises:
-        ImportError: it is no such library, or of another version of Python.
+        ImportError: it is no such library, or of another version of Python, or lacks the function.
     """
     # read by the library when it is loaded
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    spec = importlib.util.spec_from_file_location(f"chunkc_graph_{next(_loaded)}.{_ENTRY}", library)
+    spec = importlib.util.spec_from_file_location(f"chunkc_graph_{next(_loaded)}.{name}", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    entry = getattr(module, _ENTRY)
+    entry = getattr(module, name)
     give = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
     take = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
@@ -94,7 +100,7 @@ def find(key: str) -> GraphFunction | None:
     if entry is None:
         return None
     try:
-        return load(entry.folder / LIBRARY)
+        return load(entry.folder / LIBRARY, entry_name(key))
     except ImportError as error:
         warnings.warn(f"the cache entry {entry.folder} does not load ({error}); it is made again", stacklevel=2)
         artifacts.remove(entry)

@@ -1,13 +1,14 @@
-"""One graph -> one shared library, by Inductor. ``chunkc.graph_library`` calls it."""
+"""Graphs -> shared libraries, by Inductor. ``chunkc.graph_library`` loads them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import os
+import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,37 +16,67 @@ from unittest import mock
 import torch
 from torch import fx
 
-from chunkc import kernels
 from chunkc.errors import PassError
 from chunkc.graph_library import OPTIONS
 from chunkc.passes.fx_tools import fake_mode_of, placeholders, value
 from chunkc.passes.size_guards import failing_guards
 
-#: the headers that every graph's code includes
-_HEADERS = Path(kernels.__file__).parent / "graph_headers.h"
+#: graphs in a library: the headers of one take as long to read as the code of four graphs takes to compile
+_TOGETHER = 8
 
 
-def compile_to_libraries(graph_modules: Sequence[fx.GraphModule]) -> list[Path]:
-    """Compile graphs; sizes stay as dynamic as the graphs say they are. Code is built for all of them side by side.
+def begin_libraries(
+    graph_modules: Sequence[fx.GraphModule], names: Sequence[str], folder: Path
+) -> list[Callable[[], Path]]:
+    """Have code written for graphs, and begin to compile it; sizes stay as dynamic as the graphs say they are.
+
+    Several graphs share a library. Compilers are processes, which another core can run.
 
     Args:
         graph_modules: each of placeholders and calls only, with fake values; returns a tuple of tensors, none of them
             an alias of an input.
+        names: of their entry points, no two alike; words of C++.
+        folder: an empty one, for the libraries.
 
     Returns:
-        their libraries, in Inductor's own folder: copy or load them at once.
+        for each graph, what waits for its library, and raises the compiler's error where there is one.
 
     Raises:
-        PassError: compilation assumed something of the sizes that the graph does not say.
+        PassError: Inductor assumed something of the sizes that the graph does not say.
     """
-    with ThreadPoolExecutor() as pool:  # of compiler processes
-        entries = [_generate(graph_module, pool) for graph_module in graph_modules]
-        return [Path(entry().__self__.__file__) for entry in entries]
+    named = list(zip(names, graph_modules, strict=True))
+    waits: list[Callable[[], Path]] = []
+    with _settings():
+        pool = ThreadPoolExecutor(thread_name_prefix="chunkc-compiler")
+        try:
+            for first in range(0, len(named), _TOGETHER):
+                group = named[first : first + _TOGETHER]
+                source = together({name: _generate(graph_module, name) for name, graph_module in group})
+                build = pool.submit(_build, _builder(source, folder, first))
+                waits += [build.result] * len(group)
+        finally:
+            pool.shutdown(wait=False)
+    return waits
 
 
-def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]:
-    """Have Inductor write the code of a graph; returns what waits for its library and gives its entry point."""
-    from torch._inductor import config, standalone_compile
+def together(sources: Mapping[str, str]) -> str:
+    """One source of several, each in a namespace with the name of its entry point.
+
+    Two graphs may have kernels of one name, which Inductor declares as C functions: those know no namespaces, so they
+    become functions of their file.
+    """
+    lines = {name: source.replace('extern "C"', "static").splitlines() for name, source in sources.items()}
+    headers = dict.fromkeys(line for source in lines.values() for line in source if line.startswith("#include"))
+    pieces = ["\n".join(headers)]
+    for name, source in lines.items():
+        code = "\n".join(line for line in source if not line.startswith("#include"))
+        pieces.append(f"namespace {name} {{\n{code}\n}} // namespace {name}")
+    return "\n\n".join(pieces) + "\n"
+
+
+def _generate(graph_module: fx.GraphModule, name: str) -> str:
+    """The code of a graph, with a Python module ``name`` that has a function of that name, its entry point."""
+    from torch._inductor import standalone_compile
 
     # Inductor looks for the shape environment in this entry only. Without it, it makes a new one in which two
     # sizes that happen to have the same hint become one, and the artifact is silently wrong.
@@ -53,74 +84,84 @@ def _generate(graph_module: fx.GraphModule, pool: Executor) -> Callable[[], Any]
     result.meta["example_value"] = value(result)
     environment = fake_mode_of(graph_module.graph).shape_env
     examples = [value(node) for node in placeholders(graph_module.graph).values()]
-    with (
-        torch.no_grad(),
-        warnings.catch_warnings(),
-        config.patch(OPTIONS),
-        _no_trials(),
-        _building_in(pool) as builds,
-    ):
-        warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
+    with torch.no_grad(), _taking_code(name) as sources:
         standalone_compile(graph_module, examples, dynamic_shapes="from_graph")
     assumed = failing_guards(environment)
     if assumed:
         raise PassError(f"compiling the graph specialised its sizes: {'; '.join(assumed)}")
-    if len(builds) != 1:
-        raise PassError(f"Inductor made {len(builds)} libraries of one graph")
-    return builds[0]
-
-
-def _no_trials() -> contextlib.AbstractContextManager[Any]:
-    """Has Inductor believe the CPU about its vector instructions, unless it was told what to believe. It would compile
-    three programs to try them, which takes longer than to compile a layer."""
-    from torch._inductor import config
-
-    told = config.cpp.vec_isa_ok is not None
-    return contextlib.nullcontext() if told else config.patch({"cpp.vec_isa_ok": True})
-
-
-@functools.cache
-def _libraries() -> Any:
-    """Inductor's maker of libraries, but that it precompiles all headers of a graph's code. A class of ours: to change
-    Inductor's own for a while would be seen, and undone, by the thread that prepares the compiler."""
-    from torch._inductor.codecache import CppWrapperCodeCache
-
-    class Libraries(CppWrapperCodeCache):
-        @classmethod
-        def _get_uncompiled_header(cls, device: str) -> str:
-            return str(_HEADERS)
-
-    return Libraries
+    if len(sources) != 1:
+        raise PassError(f"Inductor made {len(sources)} libraries of one graph")
+    return sources[0]
 
 
 @contextlib.contextmanager
-def _building_in(pool: Executor) -> Iterator[list[Callable[[], Any]]]:
-    """Has Inductor's libraries built in the background, and notes what waits for each."""
+def _settings() -> Iterator[None]:
+    from torch._inductor import config
+
+    with config.patch(OPTIONS), _no_trials(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own internals
+        yield
+
+
+@contextlib.contextmanager
+def _no_trials() -> Iterator[None]:
+    """Has Inductor believe the CPU about its vector instructions, unless it was told what to believe, and the compiler
+    about those it knows. Inductor would compile and load programs to try them, which takes longer than to compile a
+    layer."""
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    if config.cpp.vec_isa_ok is not None:
+        yield
+        return
+    with config.patch({"cpp.vec_isa_ok": True}), mock.patch.object(VecISA, "check_build", _compiler_knows):
+        yield
+
+
+def _compiler_knows(instructions: Any, code: str) -> bool:
+    """Whether the compiler has vector instructions (a ``VecISA``); in place of whether it compiles ``code``."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    flags = instructions.build_arch_flags().split()
+    command = [get_cpp_compiler(), *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@contextlib.contextmanager
+def _taking_code(name: str) -> Iterator[list[str]]:
+    """Has Inductor hand over the code that it would build, for a Python module ``name``."""
     from torch._inductor.codecache import CppWrapperCodeCache, PyCodeCache
 
-    builds: list[Callable[[], Any]] = []
+    sources: list[str] = []
 
-    def build(*arguments: Any, **keywords: Any) -> Any:
-        builds.append(_libraries().load_pybinding_async(*arguments, submit_fn=pool.submit, **keywords))
-        return None  # Inductor's own wrapper would call it; we do not use that
+    class Sources(CppWrapperCodeCache):
+        entry_function = name
+
+        @classmethod
+        def load_async(cls, main_code: str, *_: Any, optimized_code: str | None = None, **__: Any) -> None:
+            sources.append(main_code + (optimized_code or ""))
 
     # what was compiled before in this process would not be loaded again
     PyCodeCache.cache_clear()
     logger = logging.getLogger("torch._inductor.standalone_compile")  # says that it cannot save: the library is ours
-    with mock.patch.object(CppWrapperCodeCache, "load_pybinding", build), mock.patch.object(logger, "disabled", True):
-        yield builds
+    with (
+        mock.patch.object(CppWrapperCodeCache, "load_pybinding", Sources.load_pybinding_async),
+        mock.patch.object(logger, "disabled", True),
+    ):
+        yield sources
 
 
-def prepare_compiler() -> None:
-    """Do ahead, perhaps in another thread, what Inductor's first compilation on a machine does: it takes seconds.
+def _builder(source: str, folder: Path, number: int) -> Any:
+    """What builds a library as Inductor would, but for its cache, which does not notice damage."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    That is to find the CPU's vector instructions and to precompile headers; both are kept by Inductor. A library of
-    nothing is built for it.
-    """
-    with _no_trials():
-        _libraries().load_pybinding_async(
-            ["std::vector<AtenTensorHandle>"],
-            "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {} // at::vec::Vectorized",
-            num_outputs=1,
-            submit_fn=lambda build: None,  # headers are made before this; the library itself is of no use
-        )
+    file = folder / f"graphs{number}.cpp"
+    file.write_text(source)
+    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", include_pytorch=True, shared=True)
+    return CppBuilder(file.stem, str(file), options, str(folder))
+
+
+def _build(builder: Any) -> Path:
+    builder.build()
+    return Path(builder.get_target_file_path())

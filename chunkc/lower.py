@@ -7,8 +7,10 @@ guards and cannot recompile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -40,12 +42,12 @@ class Compiled:
 
     Attributes:
         program: its parts.
-        functions: one a kind.
+        functions: waits for the compiler, and gives them, one a kind; once. It raises what went wrong.
         keys: cache keys of the functions; none in mode "eager".
     """
 
     program: Program
-    functions: Sequence[GraphFunction]
+    functions: Callable[[], Sequence[GraphFunction]]
     keys: tuple[str, ...] = ()
 
 
@@ -62,7 +64,7 @@ def lower(graph_module: fx.GraphModule, mode: str, resources: Sequence[Any] = ()
     compiled = compile_parts(graph_module, mode)
     weights = {name: attribute(graph_module, name).detach() for name in compiled.program.weights}
     forget_weights(graph_module)
-    return LoweredGraph(compiled.program, compiled.functions, weights, resources)
+    return LoweredGraph(compiled.program, compiled.functions(), weights, resources)
 
 
 def compile_parts(graph_module: fx.GraphModule, mode: str) -> Compiled:
@@ -86,10 +88,10 @@ def compile_parts(graph_module: fx.GraphModule, mode: str) -> Compiled:
     program = Program(inputs, calls, result, head)
     first = [parts[kinds.index(kind)].graph_module for kind in range(program.num_kinds)]
     if mode != "compiled":
-        return Compiled(program, first)
+        return Compiled(program, lambda: first)
     # all keys before the first compilation, which narrows what the shape environment says of sizes
     keys = tuple(artifacts.key_of(describe(part.graph), graph_library.environment()) for part in first)
-    return Compiled(program, _compile(first, keys), keys)
+    return Compiled(program, _begin(first, keys), keys)
 
 
 def _kinds(parts: Sequence[Part]) -> list[int]:
@@ -97,16 +99,35 @@ def _kinds(parts: Sequence[Part]) -> list[int]:
     return [numbers.setdefault(describe(part.graph_module.graph), len(numbers)) for part in parts]
 
 
-def _compile(graph_modules: Sequence[fx.GraphModule], keys: Sequence[str]) -> list[GraphFunction]:
-    """The function of every graph, from the cache where it was compiled before."""
-    functions = [graph_library.find(key) for key in keys]
-    missing = [number for number, function in enumerate(functions) if function is None]
-    if missing:
+def _begin(graph_modules: Sequence[fx.GraphModule], keys: Sequence[str]) -> Callable[[], list[GraphFunction]]:
+    """Begin to compile every graph that the cache lacks; returns what waits for the functions of all."""
+    found = [graph_library.find(key) for key in keys]
+    missing = [number for number, function in enumerate(found) if function is None]
+    functions = {number: function for number, function in enumerate(found) if function is not None}
+    if not missing:
+        return lambda: list(functions.values())
+    names = [graph_library.entry_name(keys[number]) for number in missing]
+    folder = tempfile.TemporaryDirectory(prefix="chunkc-graphs-")
+    try:
         with compat.one_graph_for_every_size():
-            libraries = inductor.compile_to_libraries([graph_modules[number] for number in missing])
-        compile_counter.graphs += len(missing)
-        for number, library in zip(missing, libraries, strict=True):
-            facts = {"nodes": len(graph_modules[number].graph.nodes)}
-            entry = artifacts.store("graph", keys[number], {graph_library.LIBRARY: library}, facts)
-            functions[number] = graph_library.load(library if entry is None else entry.folder / graph_library.LIBRARY)
-    return [function for function in functions if function is not None]
+            waits = inductor.begin_libraries([graph_modules[number] for number in missing], names, Path(folder.name))
+    except BaseException:
+        folder.cleanup()
+        raise
+
+    def finish() -> list[GraphFunction]:
+        kept: dict[Path, artifacts.Entry] = {}
+        with folder:  # a library that the cache could not keep is loaded by then
+            libraries = [wait() for wait in waits]
+            compile_counter.graphs += len(missing)
+            for number, name, library in zip(missing, names, libraries, strict=True):
+                facts = {"nodes": len(graph_modules[number].graph.nodes)}
+                files = {graph_library.LIBRARY: library}
+                entry = artifacts.store("graph", keys[number], files, facts, twin=kept.get(library))
+                if entry is not None:
+                    kept.setdefault(library, entry)
+                place = library if entry is None else entry.folder / graph_library.LIBRARY
+                functions[number] = graph_library.load(place, name)
+        return [functions[number] for number in range(len(keys))]
+
+    return finish

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import fx, nn
 
-from chunkc import artifacts, graph_library, inductor
+from chunkc import artifacts, graph_library
 from chunkc.assembly import Preparation
 from chunkc.errors import UnsupportedModelError
 from chunkc.fingerprint import CannotTell, fingerprint
@@ -47,7 +46,7 @@ def from_cache(key: str | None, model: nn.Module) -> Preparation | None:
         return None
     prepared, functions, constants = found
     originals = originals_of(prepared.program, prepared.made, model, constants)
-    return Preparation(prepared, functions, "the cache", time.perf_counter() - start, originals, prepared.made)
+    return Preparation(prepared, lambda: functions, "the cache", time.perf_counter() - start, originals, prepared.made)
 
 
 def from_scratch(
@@ -58,15 +57,8 @@ def from_scratch(
     Raises:
         UnsupportedModelError: see ``rewrite``; also passes whose result cannot be served.
     """
-    if mode == "compiled":
-        threading.Thread(target=_prepare_compiler, name="chunkc-compiler", daemon=True).start()
     with _without_collecting():
         return _from_scratch(model, passes=passes, dump=dump, mode=mode)
-
-
-def _prepare_compiler() -> None:
-    with contextlib.suppress(Exception):  # the first compilation meets it again
-        inductor.prepare_compiler()
 
 
 @contextlib.contextmanager

@@ -95,6 +95,39 @@ def test_what_is_there_stays_when_it_is_stored_again(folder):
     assert [path.name for path in folder.iterdir()] == ["graph-k"]  # nothing is left lying about
 
 
+def same_file(first: artifacts.Entry, second: artifacts.Entry) -> bool:
+    return (first.folder / "graph.so").samefile(second.folder / "graph.so")
+
+
+def test_twins_share_their_files_until_one_is_deleted():
+    first = stored("a", b"shared")
+    second = artifacts.store("graph", "b", {"graph.so": b"shared"}, {}, twin=first)
+    assert same_file(first, second)
+    artifacts.remove(first)
+    assert (artifacts.find("graph", "b").folder / "graph.so").read_bytes() == b"shared"
+
+
+@pytest.mark.parametrize("harm", [flip, shorten, lose])
+def test_a_twin_of_other_contents_is_no_twin(harm):
+    first = stored("a", b"data")
+    harm(first.folder)
+    second = artifacts.store("graph", "b", {"graph.so": b"data"}, {}, twin=first)
+    assert (second.folder / "graph.so").read_bytes() == b"data"
+    with pytest.warns(RuntimeWarning, match="it is made again"):
+        assert artifacts.find("graph", "a") is None
+
+
+def test_where_there_are_no_links_twins_have_copies(monkeypatch):
+    def link(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", link)
+    first = stored("a", b"shared")
+    second = artifacts.store("graph", "b", {"graph.so": b"shared"}, {}, twin=first)
+    assert not same_file(first, second)
+    assert (second.folder / "graph.so").read_bytes() == b"shared"
+
+
 def test_a_folder_that_cannot_be_written_is_said(folder):
     folder.write_text("a file")
     with pytest.warns(RuntimeWarning, match="CHUNKC_CACHE_DIR"):

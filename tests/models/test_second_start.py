@@ -14,7 +14,7 @@ from tiny import build, greedy_references
 from transformers import PreTrainedModel
 
 import chunkc
-from chunkc import artifacts, inductor, preparation
+from chunkc import artifacts, graph_library, inductor, preparation
 from chunkc.lower import compile_counter
 from chunkc.passes.base import GraphPass, PassReport
 from chunkc.runtime.engine import Engine
@@ -67,7 +67,7 @@ def test_a_second_start_neither_captures_nor_compiles(name, monkeypatch):
     start(build(name, seed=1))
     before = compile_counter.graphs
     monkeypatch.setattr(preparation, "rewrite", None)
-    monkeypatch.setattr(inductor, "compile_to_libraries", None)
+    monkeypatch.setattr(inductor, "begin_libraries", None)
     model = build(name, seed=2)
     engine = start(model)
     assert source(engine) == "cache"
@@ -87,12 +87,49 @@ def test_a_graph_that_is_gone_is_compiled_again(warm):
     assert source(start(model)) == "cache"
 
 
-def test_a_damaged_library_is_said_and_compiled_again(warm):
-    (next(iter(warm.glob("graph-*"))) / "graph.so").write_bytes(b"\x7fELF")
+def test_the_graphs_of_a_first_start_share_one_library(folder):
+    start(build("llama"))
+    libraries = list(folder.glob("graph-*/graph.so"))
+    assert len(libraries) > 1
+    assert len({library.stat().st_ino for library in libraries}) == 1
+
+
+def replace_library(library: Path) -> None:
+    """One entry's, as a tool would that restores files."""
+    library.unlink()
+    library.write_bytes(b"\x7fELF")
+
+
+def overwrite_library(library: Path) -> None:
+    """That of all entries linked to it."""
+    library.write_bytes(b"\x7fELF")
+
+
+@pytest.mark.parametrize("harm", [replace_library, overwrite_library])
+def test_a_damaged_library_is_said_and_compiled_again(warm, harm):
+    library, *others = warm.glob("graph-*/graph.so")
+    for other in others:  # as a first start leaves them
+        other.unlink()
+        other.hardlink_to(library)
+    harm(library)
+    entries = 1 + len(others) * (harm is overwrite_library)
     model = build("llama")
-    with pytest.warns(RuntimeWarning, match=r"is damaged \(graph.so\); it is made again"):
+    before = compile_counter.graphs
+    with pytest.warns(RuntimeWarning, match=r"is damaged \(graph.so\); it is made again") as warned:
         engine = start(model)
+    assert len([w for w in warned if "is damaged" in str(w.message)]) == entries
+    assert compile_counter.graphs == before + entries
     assert_served_alike(engine, greedy_references(model, (9,), 5))
+
+
+def test_the_library_of_another_graph_is_not_taken_for_it(warm):
+    """Even where its hash is right: an entry point has the name of its key."""
+    entry = next(iter(warm.glob("graph-*")))
+    other = artifacts.store("graph", "0" * 32, {"graph.so": entry / "graph.so"}, {})
+    assert graph_library.find(entry.name.removeprefix("graph-")) is not None
+    with pytest.warns(UserWarning, match="does not load .* it is made again"):
+        assert graph_library.find("0" * 32) is None
+    assert not other.folder.exists()
 
 
 def rewrite_entry(folder: Path, change) -> None:
