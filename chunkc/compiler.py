@@ -110,7 +110,7 @@ def compile(
     if entrance is not None:
         started = folder_start.start(entrance, config, tokenizer=tokenizer, verify=verify)
     if started is None:
-        early_builds.begin()
+        early_builds.begin(early_builds.likely_dtype(model, dtype))
         from chunkc import model_start  # capture and passes, which a start from a folder can do without
 
         started = model_start.start(

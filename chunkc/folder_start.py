@@ -36,7 +36,7 @@ from chunkc.program import LoweredGraph
 from chunkc.recorded_logits import recorded
 from chunkc.report import CompileReport
 from chunkc.runtime.runner import GraphRunner
-from chunkc.serving import Started, make_runner
+from chunkc.serving import Started, load_attention, make_runner
 from chunkc.serving import verify as verify_graph
 from chunkc.tokenizer_loading import FoundTokenizer, load_tokenizer
 
@@ -162,8 +162,8 @@ def _check_and_report(
         VerificationError: the logits are not those of then.
         CapacityError: the cache does not fit.
     """
-    cpu_backend.load()
     prepared = work.prepared
+    load_attention(prepared)
     start = time.perf_counter()
     graph = work.lowered(owned=True)
     prepare_seconds = work.seconds + time.perf_counter() - start

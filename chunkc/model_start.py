@@ -29,7 +29,7 @@ from chunkc.passes.pipeline import PassPipeline
 from chunkc.program import forget_weights
 from chunkc.report import CompileReport
 from chunkc.runtime.runner import GraphRunner
-from chunkc.serving import Started, make_runner
+from chunkc.serving import Started, load_attention, make_runner
 from chunkc.serving import verify as verify_graph
 
 #: neither torch.export nor Inductor can do two at once in a process
@@ -109,8 +109,8 @@ def _check_and_report(
         VerificationError: the logits are not the model's.
         CapacityError: the cache does not fit.
     """
-    cpu_backend.load()
     prepared = work.prepared
+    load_attention(prepared)
     start = time.perf_counter()
     expected = (
         check.expect(reference, prepared.layers, prepared.vocab_size, prepared.longest) if verify == "on" else None

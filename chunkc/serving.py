@@ -10,6 +10,7 @@ import torch
 
 from chunkc import check, probe
 from chunkc.config import EngineConfig
+from chunkc.kernels import cpu_backend
 from chunkc.prepared import Prepared
 from chunkc.program import LoweredGraph
 from chunkc.report import CompileReport
@@ -35,6 +36,12 @@ class Started:
     report: CompileReport
     tokenizer: Any
     generation_config: Any
+
+
+def load_attention(prepared: Prepared) -> None:
+    """Have the C++ body of attention serve the dtypes that a model's layers have, where it can be built."""
+    for dtype in {layer.dtype for layer in prepared.layers}:
+        cpu_backend.load(dtype)
 
 
 def make_runner(graph: LoweredGraph, prepared: Prepared, config: EngineConfig) -> tuple[GraphRunner, str]:

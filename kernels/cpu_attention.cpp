@@ -4,12 +4,11 @@
 // from an atomic counter in the table's order. The one that finishes the last piece of a split block merges the pieces,
 // in the order of the keys: the same result whoever it is.
 
+#include "cpu_dtype.h"
 #include "cpu_operator.h"
 #include "cpu_parallel.h"
 #include "cpu_table.h"
 #include "cpu_task.h"
-
-#include <ATen/EmptyTensor.h>
 
 #include <memory>
 #include <optional>
@@ -22,19 +21,19 @@ namespace {
 // Writes this step's keys and values to the pages and clears the output, which no task may cover (padding).
 template <typename T>
 void append_and_clear(
-    const at::Tensor& k, const at::Tensor& v, at::Tensor& k_pages, at::Tensor& v_pages,
-    const at::Tensor& slot_mapping, at::Tensor& out) {
+    const Tensor& k, const Tensor& v, Tensor& k_pages, Tensor& v_pages,
+    const Tensor& slot_mapping, Tensor& out) {
   const View<const T> from_k(k), from_v(v);
   const View<T> to_k(k_pages), to_v(v_pages), to_out(out);
   const int64_t heads = k.size(1), qk_dim = k.size(2), v_dim = v.size(2), page_size = k_pages.size(2);
   const int64_t num_slots = k_pages.size(0) * page_size, out_row = out.size(1) * out.size(2);
-  const int64_t* slots = slot_mapping.data_ptr<int64_t>();
+  const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
   parallel_ranges(k.size(0), 64, [&](int64_t begin, int64_t end) {
     std::fill_n(to_out.at(begin, 0), (end - begin) * out_row, T(0.0f));
     for (int64_t t = begin; t < end; ++t) {
       if (slots[t] < 0)
         continue;
-      TORCH_CHECK_INDEX(slots[t] < num_slots, "mixed_attention: slot ", slots[t], " is not in the cache");
+      CHUNKC_CHECK_INDEX(slots[t] < num_slots, "mixed_attention: slot ", slots[t], " is not in the cache");
       const int64_t page = slots[t] / page_size, offset = slots[t] % page_size;
       for (int64_t h = 0; h < heads; ++h) {
         std::copy_n(from_k.at(t, h), qk_dim, to_k.at(page, h, offset));
@@ -97,105 +96,131 @@ void run_tasks(const Body<T>& body, const Task* tasks, int64_t num_tasks, int64_
   });
 }
 
-void check_table(const at::Tensor& t, const char* name, at::ScalarType dtype, int64_t dim) {
-  TORCH_CHECK_TYPE(t.scalar_type() == dtype, "mixed_attention: ", name, " must be ", dtype, ", not ", t.scalar_type());
-  TORCH_CHECK_VALUE(
+void check_table(const Tensor& t, const char* name, ScalarType dtype, int64_t dim) {
+  CHUNKC_CHECK_TYPE(t.scalar_type() == dtype, "mixed_attention: ", name, " must be ", dtype, ", not ", t.scalar_type());
+  CHUNKC_CHECK_VALUE(
       t.dim() == dim && t.is_contiguous(), "mixed_attention: ", name, " must be contiguous and ", dim, "-d");
 }
 
-at::Tensor mixed_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& k_pages, at::Tensor& v_pages,
-    const at::Tensor& q_offsets, const at::Tensor& kv_lens, const at::Tensor& page_table,
-    const at::Tensor& slot_mapping, const at::Tensor& tasks, const at::Tensor& merges,
-    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& alibi_slopes, double scale,
+Tensor mixed_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_pages, Tensor& v_pages,
+    const Tensor& q_offsets, const Tensor& kv_lens, const Tensor& page_table,
+    const Tensor& slot_mapping, const Tensor& tasks, const Tensor& merges,
+    const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes, double scale,
     int64_t window, int64_t chunk, double softcap) {
-  TORCH_CHECK_VALUE(
+  CHUNKC_CHECK_VALUE(
       q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k_pages.dim() == 4 && v_pages.dim() == 4,
       "mixed_attention: q, k, v must be 3-d and the pages 4-d");
-  TORCH_CHECK_VALUE(
+  CHUNKC_CHECK_VALUE(
       k.size(0) == q.size(0) && v.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(1) == v.size(1) &&
           k.size(1) > 0 && q.size(1) % k.size(1) == 0 && k.size(2) > 0 && v.size(2) > 0,
       "mixed_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
-  TORCH_CHECK_VALUE(
+  CHUNKC_CHECK_VALUE(
       k_pages.size(0) == v_pages.size(0) && k_pages.size(1) == k.size(1) && v_pages.size(1) == k.size(1) &&
           k_pages.size(2) == v_pages.size(2) && k_pages.size(3) == k.size(2) && v_pages.size(3) == v.size(2) &&
           k_pages.stride(3) == 1 && v_pages.stride(3) == 1,
       "mixed_attention: pages ", k_pages.sizes(), " and ", v_pages.sizes(), " do not fit k ", k.sizes(), " and v ",
       v.sizes());
-  for (at::ScalarType dtype : {k.scalar_type(), v.scalar_type(), k_pages.scalar_type(), v_pages.scalar_type()})
-    TORCH_CHECK_TYPE(dtype == q.scalar_type(), "mixed_attention: q, k, v and the pages must share one dtype");
-  check_table(q_offsets, "q_offsets", at::kInt, 1), check_table(kv_lens, "kv_lens", at::kInt, 1);
-  check_table(page_table, "page_table", at::kInt, 2), check_table(slot_mapping, "slot_mapping", at::kLong, 1);
-  check_table(tasks, "tasks", at::kInt, 2), check_table(merges, "merges", at::kInt, 2);
-  TORCH_CHECK_VALUE(
+  for (ScalarType dtype : {k.scalar_type(), v.scalar_type(), k_pages.scalar_type(), v_pages.scalar_type()})
+    CHUNKC_CHECK_TYPE(dtype == q.scalar_type(), "mixed_attention: q, k, v and the pages must share one dtype");
+  CHUNKC_CHECK_TYPE(
+      place_of(q.scalar_type()) >= 0, "mixed_attention: float32, bfloat16 or float16 wanted, not ", q.scalar_type());
+  CHUNKC_CHECK(
+      q.scalar_type() == kElement, "mixed_attention: nothing is loaded for ", q.scalar_type(),
+      ": call chunkc.kernels.cpu_backend.load(torch.", q.scalar_type(), ")");
+  check_table(q_offsets, "q_offsets", kInt, 1), check_table(kv_lens, "kv_lens", kInt, 1);
+  check_table(page_table, "page_table", kInt, 2), check_table(slot_mapping, "slot_mapping", kLong, 1);
+  check_table(tasks, "tasks", kInt, 2), check_table(merges, "merges", kInt, 2);
+  CHUNKC_CHECK_VALUE(
       q_offsets.size(0) == kv_lens.size(0) + 1 && page_table.size(0) == kv_lens.size(0) &&
           slot_mapping.size(0) == q.size(0) && tasks.size(1) == 8 && merges.size(1) == 8,
       "mixed_attention: the batch's tensors do not fit together");
 
-  const auto contiguous_rows = [](const at::Tensor& t) { return t.stride(2) == 1 ? t : t.contiguous(); };
-  const at::Tensor queries = contiguous_rows(q), keys = contiguous_rows(k), values = contiguous_rows(v);
-  at::Tensor out = at::detail::empty_cpu({q.size(0), q.size(1), v.size(2)}, q.options());
-  const auto per_head = [&](const std::optional<at::Tensor>& t, const char* what) {
+  const auto contiguous_rows = [](const Tensor& t) { return t.stride(2) == 1 ? t : t.contiguous(); };
+  const Tensor queries = contiguous_rows(q), keys = contiguous_rows(k), values = contiguous_rows(v);
+  Tensor out = empty_cpu({q.size(0), q.size(1), v.size(2)}, q.scalar_type());
+  const auto per_head = [&](const std::optional<Tensor>& t, const char* what) {
     if (!t)
-      return at::Tensor();
-    TORCH_CHECK_VALUE(
+      return Tensor();
+    CHUNKC_CHECK_VALUE(
         t->dim() == 1 && t->size(0) == q.size(1), "mixed_attention: one ", what, " per query head wanted");
-    return t->to(at::kFloat).contiguous();
+    return t->to(kFloat).contiguous();
   };
-  const at::Tensor sinks_float = per_head(sinks, "sink"), slopes_float = per_head(alibi_slopes, "ALiBi slope");
+  const Tensor sinks_float = per_head(sinks, "sink"), slopes_float = per_head(alibi_slopes, "ALiBi slope");
 
   Call call{};
-  call.q_offsets = q_offsets.data_ptr<int32_t>();
-  call.kv_lens = kv_lens.data_ptr<int32_t>();
-  call.page_table = page_table.data_ptr<int32_t>();
+  call.q_offsets = q_offsets.const_data_ptr<int32_t>();
+  call.kv_lens = kv_lens.const_data_ptr<int32_t>();
+  call.page_table = page_table.const_data_ptr<int32_t>();
   call.page_table_stride = page_table.size(1);
   call.num_requests = kv_lens.size(0), call.num_tokens = q.size(0);
   call.num_pages = k_pages.size(0), call.page_size = k_pages.size(2);
   call.num_q_heads = q.size(1), call.num_kv_heads = k.size(1), call.group = q.size(1) / k.size(1);
   call.qk_dim = q.size(2), call.v_dim = v.size(2);
-  call.sinks = sinks ? sinks_float.data_ptr<float>() : nullptr;
-  call.alibi_slopes = alibi_slopes ? slopes_float.data_ptr<float>() : nullptr;
+  call.sinks = sinks ? sinks_float.const_data_ptr<float>() : nullptr;
+  call.alibi_slopes = alibi_slopes ? slopes_float.const_data_ptr<float>() : nullptr;
   call.scale = scale, call.softcap = softcap, call.window = window, call.chunk = chunk;
-  call.merges = reinterpret_cast<const Merge*>(merges.data_ptr<int32_t>());
+  call.merges = reinterpret_cast<const Merge*>(merges.const_data_ptr<int32_t>());
 
-  const Task* table = reinterpret_cast<const Task*>(tasks.data_ptr<int32_t>());
+  const Task* table = reinterpret_cast<const Task*>(tasks.const_data_ptr<int32_t>());
   const int64_t num_merges = merges.size(0), scratch_rows = check_tables(call, table, tasks.size(0), num_merges);
-  at::Tensor partials = at::detail::empty_cpu({scratch_rows, v.size(2) + 2}, q.options().dtype(at::kFloat));
+  Tensor partials = empty_cpu({scratch_rows, v.size(2) + 2}, kFloat);
   std::unique_ptr<std::atomic<int32_t>[]> pieces_left(new std::atomic<int32_t>[num_merges]);
   for (int64_t i = 0; i < num_merges; ++i)
     pieces_left[i] = call.merges[i].num_splits;
-  call.partials = partials.data_ptr<float>(), call.pieces_left = pieces_left.get();
+  call.partials = partials.mutable_data_ptr<float>(), call.pieces_left = pieces_left.get();
 
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    append_and_clear<T>(keys, values, k_pages, v_pages, slot_mapping, out);
-    run_tasks<T>(
-        Body<T>(call, queries, k_pages, v_pages, out), table, tasks.size(0),
-        threads_for(table, tasks.size(0), call));
-  };
-  switch (q.scalar_type()) {
-    case at::kFloat: run(float()); break;
-    case at::kBFloat16: run(c10::BFloat16()); break;
-    case at::kHalf: run(c10::Half()); break;
-    default: TORCH_CHECK_TYPE(false, "mixed_attention: float32, bfloat16 or float16 wanted, not ", q.scalar_type());
-  }
+  append_and_clear<Element>(keys, values, k_pages, v_pages, slot_mapping, out);
+  run_tasks<Element>(
+      Body<Element>(call, queries, k_pages, v_pages, out), table, tasks.size(0),
+      threads_for(table, tasks.size(0), call));
   return out;
 }
 
-Handle boxed_mixed_attention(
-    const Handle& q, const Handle& k, const Handle& v, const Handle& k_pages, const Handle& v_pages,
-    const Handle& q_offsets, const Handle& kv_lens, const Handle& page_table, const Handle& slot_mapping,
-    const Handle& tasks, const Handle& merges, const std::optional<Handle>& sinks,
-    const std::optional<Handle>& alibi_slopes, double scale, int64_t window, int64_t chunk, double softcap) {
-  return handle_of(mixed_attention(
-      tensor_of(q), tensor_of(k), tensor_of(v), tensor_of(k_pages), tensor_of(v_pages), tensor_of(q_offsets),
-      tensor_of(kv_lens), tensor_of(page_table), tensor_of(slot_mapping), tensor_of(tasks), tensor_of(merges),
-      tensor_of(sinks), tensor_of(alibi_slopes), scale, window, chunk, softcap));
+void boxed_mixed_attention(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const Tensor q = in.tensor(), k = in.tensor(), v = in.tensor();
+  Tensor k_pages = in.tensor(), v_pages = in.tensor();
+  const Tensor q_offsets = in.tensor(), kv_lens = in.tensor(), page_table = in.tensor(), slot_mapping = in.tensor();
+  const Tensor tasks = in.tensor(), merges = in.tensor();
+  const std::optional<Tensor> sinks = in.optional_tensor(), alibi_slopes = in.optional_tensor();
+  const double scale = in.real();
+  const int64_t window = in.integer(), chunk = in.integer();
+  const double softcap = in.real();
+  stack[0] = value_of(mixed_attention(
+      q, k, v, k_pages, v_pages, q_offsets, kv_lens, page_table, slot_mapping, tasks, merges, sinks, alibi_slopes,
+      scale, window, chunk, softcap));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(chunkc, CPU, m) {
-  m.impl("mixed_attention", TORCH_BOX(&boxed_mixed_attention));
+std::atomic<Boxed> bodies[kDtypes] = {};
+
+// The body of the library for q's dtype, or this one's, which says that there is none.
+void hand_on(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
+  int32_t dtype = 0;
+  aoti_torch_get_dtype(handle_on(stack[0]), &dtype);
+  const int place = place_of(ScalarType(dtype));
+  const Boxed body = place < 0 ? nullptr : bodies[place].load();
+  (body ? body : boxed_mixed_attention)(stack, num_arguments, num_results);
 }
 
 }  // namespace
 }  // namespace chunkc
+
+// This library's body, and the place of its dtype.
+CHUNKC_EXPORT chunkc::Boxed chunkc_attention_body() {
+  return chunkc::boxed_mixed_attention;
+}
+
+CHUNKC_EXPORT int chunkc_attention_place() {
+  return chunkc::place_of(chunkc::kElement);
+}
+
+// Has this library register the operator.
+CHUNKC_EXPORT bool chunkc_register_attention() {
+  return chunkc::register_operators({{"mixed_attention", chunkc::hand_on}});
+}
+
+// Has the library that registered the operator hand calls on.
+CHUNKC_EXPORT void chunkc_serve_attention(int place, chunkc::Boxed body) {
+  chunkc::bodies[place] = body;
+}

@@ -2,8 +2,7 @@
 #pragma once
 
 #include "cpu_elements.h"
-
-#include <ATen/core/Tensor.h>
+#include "cpu_tensor.h"
 
 #include <algorithm>
 #include <atomic>
@@ -48,7 +47,7 @@ struct View {
   T* data;
   int64_t stride0, stride1, stride2;
 
-  explicit View(const at::Tensor& t)
+  explicit View(const Tensor& t)
       : data(static_cast<T*>(const_cast<void*>(t.const_data_ptr()))), stride0(t.stride(0)), stride1(t.stride(1)),
         stride2(t.dim() == 4 ? t.stride(2) : 0) {}
   T* at(int64_t i, int64_t j, int64_t k = 0) const { return data + i * stride0 + j * stride1 + k * stride2; }
@@ -69,7 +68,7 @@ struct PagedRows {
   void find(int64_t begin, int64_t count, const T** rows) const {
     for (int64_t page_index = begin / page_size, offset = begin % page_size, j = 0; j < count; ++page_index) {
       const int64_t page = table[page_index], end = std::min(count, j + page_size - offset);
-      TORCH_CHECK_INDEX(page >= 0 && page < num_pages, "mixed_attention: page ", page, " is not in the cache");
+      CHUNKC_CHECK_INDEX(page >= 0 && page < num_pages, "mixed_attention: page ", page, " is not in the cache");
       for (const T* row = pages.at(page, head, offset); j < end; ++j, row += pages.stride2)
         rows[j] = row;
       offset = 0;

@@ -3,7 +3,7 @@
 
 #include "cpu_linear_tile.h"
 
-#if defined(CHUNKC_AVX512)
+#include <cstdint>
 #include <limits>
 
 namespace chunkc {
@@ -18,6 +18,10 @@ struct Best {
       *this = behind;
   }
 };
+}  // namespace chunkc
+
+#if defined(CHUNKC_AVX512)
+namespace chunkc {
 
 // Goes on with a panel's sums [rows][kPanelColumns], whose first column is `column`.
 inline void keep_best(const float* sums, int64_t rows, int64_t columns, int64_t column, Best* best) {

@@ -13,7 +13,7 @@ constexpr int64_t kTurn = 8;  // rows of a gated weight that are taken from a ha
 }
 
 #if defined(CHUNKC_AVX512)
-#include <ATen/core/Tensor.h>
+#include "cpu_tensor.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -62,7 +62,7 @@ inline void give_back([[maybe_unused]] const void* from, [[maybe_unused]] const 
 
 // Lays the weight [N, K], with any strides, out in `to`. Where it is consumed its memory is given back piece by piece.
 template <typename T>
-void pack(const at::Tensor& weight, const Layout& layout, char* to, bool consumed) {
+void pack(const Tensor& weight, const Layout& layout, char* to, bool consumed) {
   constexpr int64_t kPiece = 16;  // panels
   constexpr int64_t kSome = 64;  // elements of a row at a time: what they are scattered over fits the first level cache
   const T* from = weight.const_data_ptr<T>();
@@ -99,7 +99,7 @@ template <typename T>
 void unpack(const char* from, const Layout& layout, const int64_t* rows, int64_t count, T* out) {
   parallel_ranges(count, 32, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      TORCH_CHECK_INDEX(
+      CHUNKC_CHECK_INDEX(
           rows[i] >= 0 && rows[i] < layout.out_features, "packed_rows: there is no row ", rows[i], " of ",
           layout.out_features);
       const int64_t column = layout.column_of(rows[i]);

@@ -4,7 +4,7 @@
 // the readers that may have seen it are done.
 #pragma once
 
-#include <c10/util/Exception.h>
+#include "cpu_check.h"
 
 #include <atomic>
 #include <memory>
@@ -37,20 +37,26 @@ class Registry {
     const Weight* weight_;
   };
 
+  // Registries in different places give different numbers.
+  explicit Registry(int64_t place) : first_(place * kMost) {}
+
+  // The place of the registry that gave a number; -1 or more than there are where none did.
+  static int64_t place_of(int64_t number) { return number < 0 ? -1 : number / kMost; }
+
   int64_t add(std::unique_ptr<const Weight> weight) {
     std::lock_guard lock(mutex_);
-    TORCH_CHECK(size_ < kBlocks * kBlockSlots, "packed_linear: too many weights were packed in this process");
+    CHUNKC_CHECK(size_ < kMost, "packed_linear: too many weights were packed in this process");
     auto& block = blocks_[size_ / kBlockSlots];
     if (!block.load())
       block.store(new Slot[kBlockSlots]);
     block.load()[size_ % kBlockSlots].weight.store(weight.release());
-    return size_++;
+    return first_ + size_++;
   }
 
   // The weight, borrowed; its get() is null if it is gone.
   Borrowed find(int64_t number) {
     Slot* slot = find_slot(number);
-    TORCH_CHECK(slot, "packed_linear: ", number, " was never the handle of a packed weight");
+    CHUNKC_CHECK(slot, "packed_linear: ", number, " was never the handle of a packed weight");
     return Borrowed(*slot);
   }
 
@@ -64,15 +70,17 @@ class Registry {
   }
 
  private:
-  static constexpr int64_t kBlocks = 4096, kBlockSlots = 1024;
+  static constexpr int64_t kBlocks = 4096, kBlockSlots = 1024, kMost = kBlocks * kBlockSlots;
 
   Slot* find_slot(int64_t number) {
-    if (number < 0 || number >= kBlocks * kBlockSlots)
+    number -= first_;
+    if (number < 0 || number >= kMost)
       return nullptr;
     Slot* block = blocks_[number / kBlockSlots].load(std::memory_order_acquire);
     return block ? block + number % kBlockSlots : nullptr;
   }
 
+  const int64_t first_;
   std::mutex mutex_;
   int64_t size_ = 0;
   std::atomic<Slot*> blocks_[kBlocks] = {};  // never freed, so that readers may always look

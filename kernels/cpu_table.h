@@ -4,24 +4,22 @@
 
 #include "cpu_call.h"
 
-#include <c10/util/Exception.h>
-
 #include <vector>
 
 namespace chunkc {
 
 // Throws where a task names what the batch does not have.
 inline void check_task(const Call& call, const Task& task) {
-  TORCH_CHECK_INDEX(
+  CHUNKC_CHECK_INDEX(
       task.request >= 0 && task.request < call.num_requests && task.kv_head >= 0 && task.kv_head < call.num_kv_heads,
       "mixed_attention: a task names request ", task.request, " and key/value head ", task.kv_head,
       ", which the batch does not have");
   const int64_t first = call.q_offsets[task.request], last = call.q_offsets[task.request + 1];
-  TORCH_CHECK_INDEX(
+  CHUNKC_CHECK_INDEX(
       first >= 0 && last <= call.num_tokens && task.row_begin >= 0 && task.row_begin < task.row_end &&
           task.row_end <= (last - first) * call.group,
       "mixed_attention: a task names rows that request ", task.request, " does not have");
-  TORCH_CHECK_INDEX(
+  CHUNKC_CHECK_INDEX(
       task.kv_begin >= 0 && task.kv_begin < task.kv_end &&
           task.kv_end <= std::min<int64_t>(call.kv_lens[task.request], call.page_table_stride * call.page_size),
       "mixed_attention: a task names keys that request ", task.request, " does not have");
@@ -34,7 +32,7 @@ inline int64_t check_tables(const Call& call, const Task* tasks, int64_t num_tas
   int64_t scratch_rows = 0;
   for (int64_t i = 0; i < num_merges; ++i) {
     const Merge& m = call.merges[i];
-    TORCH_CHECK_INDEX(
+    CHUNKC_CHECK_INDEX(
         m.num_splits > 0 && first_piece[i] + m.num_splits <= num_tasks && m.row_begin < m.row_end &&
             m.partial >= scratch_rows,
         "mixed_attention: merge ", i, " has no pieces, more than there are tasks, or the scratch rows of another");
@@ -48,20 +46,20 @@ inline int64_t check_tables(const Call& call, const Task* tasks, int64_t num_tas
     check_task(call, task);
     if (task.partial < 0 && task.merge < 0)
       continue;
-    TORCH_CHECK_INDEX(
+    CHUNKC_CHECK_INDEX(
         task.partial >= 0 && task.merge >= 0 && task.merge < num_merges,
         "mixed_attention: task ", i, " names merge ", task.merge, ", which is not in the table");
     const Merge& m = call.merges[task.merge];
     const int64_t rows = int64_t(m.row_end) - m.row_begin, offset = int64_t(task.partial) - m.partial;
-    TORCH_CHECK_INDEX(
+    CHUNKC_CHECK_INDEX(
         task.request == m.request && task.kv_head == m.kv_head && task.row_begin == m.row_begin &&
             task.row_end == m.row_end && offset >= 0 && offset % rows == 0 && offset / rows < m.num_splits,
         "mixed_attention: task ", i, " is no piece of its merge ", task.merge);
     const int64_t piece = first_piece[task.merge] + offset / rows;
-    TORCH_CHECK_INDEX(!seen[piece], "mixed_attention: task ", i, " is a piece of merge ", task.merge, " again");
+    CHUNKC_CHECK_INDEX(!seen[piece], "mixed_attention: task ", i, " is a piece of merge ", task.merge, " again");
     seen[piece] = true, ++pieces;
   }
-  TORCH_CHECK_INDEX(
+  CHUNKC_CHECK_INDEX(
       pieces == first_piece[num_merges], "mixed_attention: of ", first_piece[num_merges],
       " pieces that are to be merged, ", pieces, " are among the tasks");
   return scratch_rows;

@@ -9,7 +9,7 @@ namespace chunkc {
 template <typename T>
 class Body {
  public:
-  Body(const Call& call, const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, at::Tensor& out)
+  Body(const Call& call, const Tensor& q, const Tensor& k_pages, const Tensor& v_pages, Tensor& out)
       : call_(call), q_(q), k_pages_(k_pages), v_pages_(v_pages), out_(out) {}
 
   // Whether the task's keys and values are read at the memory's pace, so that bundles are worth it, and what comes

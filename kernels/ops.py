@@ -11,7 +11,7 @@ Importing this module registers them (once; Python's module cache makes it idemp
     then attends along the task table of :mod:`chunkc.kernels.tasks`.
 
 The reference bodies serve every device for which no faster one is registered. The C++ body registers itself
-for CPU when :func:`chunkc.kernels.cpu_backend.load` loads its library, so there is one route to each body and
+for CPU when :func:`chunkc.kernels.cpu_backend.load` loads its first library, so there is one route to each body and
 no Python between the compiled graph and C++. The Triton body is registered here for CUDA (and ROCm, which torch
 dispatches under the same key) where torch is built for it and Triton is installed; Triton is imported at the first
 use.

@@ -4,10 +4,10 @@ A plain weight is reordered in every call, or multiplied by a slower kernel. Pac
 compiler, so the graph does not hold them: it holds a *handle*, an int64 tensor of one element, like any weight, and
 the operator finds the packed weight by the number in it. One compiled graph thus serves any weights.
 
-The body is C++ (``cpu_linear.cpp``), built when the first weight is packed. It has kernels of its own for float32
-where there is AVX512 and for bfloat16 where there is AVX512-BF16 but no AMX, and calls oneDNN elsewhere. Without a
-compiler the body below calls oneDNN. The own kernels need no choice by measurement: for the linears of SmolLM2-135M
-on a core of Zen 4 they take, in ms, with oneDNN's time (called from C++ too) behind the slash,
+The body is C++ (``cpu_linear.cpp``), built for a dtype when the first weight of it is packed. It has kernels of its own
+for float32 where there is AVX512 and for bfloat16 where there is AVX512-BF16 but no AMX, and calls oneDNN elsewhere.
+Without a compiler the body below calls oneDNN. The own kernels need no choice by measurement: for the linears of
+SmolLM2-135M on a core of Zen 4 they take, in ms, with oneDNN's time (called from C++ too) behind the slash,
 
 ====  =============  =============
 rows  float32        bfloat16
@@ -41,9 +41,9 @@ from chunkc.kernels import libraries
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _lock = threading.Lock()
-_library: ctypes.CDLL | None = None
-_tried = False
+_libraries: dict[torch.dtype, ctypes.CDLL | None] = {}  # None: no compiler; the first one registered the operators
 _onednn: ctypes.CDLL | None = None
+_with_onednn: set[torch.dtype] = set()  # of libraries that have its calls
 
 # for the body in Python
 _numbers = itertools.count()
@@ -71,10 +71,10 @@ class PackedWeight:
     """
 
     def __init__(self, weight: torch.Tensor, *, own: bool = True, consumed: bool = False, gated: bool = False) -> None:
-        library = load()
+        library = load(weight.dtype)
         if library is not None:
-            if not own or not _has_own(library, weight.dtype):
-                _use_onednn(library)
+            if not own or not library.chunkc_has_own_linear():
+                _use_onednn(library, weight.dtype)
             number = torch.ops.chunkc._pack_linear_weight(weight.detach(), own, consumed, gated)
             free = library.chunkc_free_linear_weight
         else:
@@ -94,31 +94,34 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def active_body(dtype: torch.dtype) -> str:
     """What serves packed linears of a ``dtype`` that ``can_pack``: ``"own"`` kernels or ``"onednn"``."""
-    library = load()
-    return "own" if library is not None and _has_own(library, dtype) else "onednn"
+    library = load(dtype)
+    return "own" if library is not None and library.chunkc_has_own_linear() else "onednn"
 
 
-def load() -> ctypes.CDLL | None:
-    """Make the C++ body serve; the library, built if need be, or None where there is no C++ compiler."""
-    global _library, _tried
-    if not _tried:
+def load(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Make the C++ body serve weights of a dtype; the library, built if need be, or None without a C++ compiler.
+
+    Raises:
+        ChunkcError: a compiler is there but could not build the library, or the library does not load, or there is no
+            compiler, and another dtype's library is loaded.
+        ValueError: linears of such a dtype are not packed.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"linears are packed for float32 and bfloat16, not {dtype}")
+    if dtype not in _libraries:
         with _lock:
-            if not _tried:
-                path = libraries.LINEAR.find_or_build()
-                if path is not None:
-                    _library = _load(str(path))
-                _tried = True
-    return _library
+            if dtype not in _libraries:
+                path = libraries.LINEAR[dtype].find_or_build()
+                if path is None and any(library is not None for library in _libraries.values()):
+                    raise ChunkcError(f"there is no C++ compiler to build linears for {dtype}, as there was before")
+                _libraries[dtype] = None if path is None else _load(str(path))
+    return _libraries[dtype]
 
 
-def _has_own(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    return dtype in _DTYPES and bool(library.chunkc_has_own_linear(dtype == torch.bfloat16))
-
-
-def _use_onednn(library: ctypes.CDLL) -> None:
-    """Give the library its calls of oneDNN, built if need be."""
+def _use_onednn(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Give the library of a dtype its calls of oneDNN, built if need be."""
     global _onednn
-    if _onednn is None:
+    if dtype not in _with_onednn:
         with _lock:
             if _onednn is None:
                 path = libraries.ONEDNN.find_or_build()
@@ -131,19 +134,25 @@ def _use_onednn(library: ctypes.CDLL) -> None:
                 except OSError as error:
                     raise ChunkcError(f"The library of linears {path} does not load: {error}") from error
                 _onednn.chunkc_onednn.restype = ctypes.c_void_p
-                library.chunkc_use_onednn(ctypes.c_void_p(_onednn.chunkc_onednn()))
+            library.chunkc_use_onednn(ctypes.c_void_p(_onednn.chunkc_onednn()))
+            _with_onednn.add(dtype)
 
 
 def _load(path: str) -> ctypes.CDLL:
+    """Load a library, and have the first one that was loaded hand calls on to it."""
     try:
-        torch.ops.load_library(path)  # registers the body for CPU tensors
         library = ctypes.CDLL(path)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise ChunkcError(f"The library of linears {path} does not load: {error}") from error
     library.chunkc_free_linear_weight.argtypes = (ctypes.c_int64,)
     library.chunkc_free_linear_weight.restype = None
-    library.chunkc_has_own_linear.argtypes = (ctypes.c_bool,)
-    library.chunkc_has_own_linear.restype = ctypes.c_bool
+    library.chunkc_has_own_linear.restype = library.chunkc_register_linears.restype = ctypes.c_bool
+    library.chunkc_linear_bodies.restype = ctypes.c_void_p
+    first = next(filter(None, _libraries.values()), library)
+    place, bodies = library.chunkc_linear_place(), ctypes.c_void_p(library.chunkc_linear_bodies())
+    first.chunkc_serve_linears(ctypes.c_int(place), bodies)
+    if first is library and not library.chunkc_register_linears():
+        raise ChunkcError(f"The library of linears {path} could not register its operators")
     return library
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
+import torch
 
 from chunkc import early_builds
 from chunkc.errors import ChunkcError
+from chunkc.kernels.native import NativeLibrary
 
 
 class _Library:
@@ -26,12 +29,12 @@ class _Library:
 
 
 def _begin(monkeypatch: pytest.MonkeyPatch, linear: _Library, attention: _Library, plan: _Library) -> list:
-    monkeypatch.setattr(early_builds.libraries, "LINEAR", linear)
-    monkeypatch.setattr(early_builds.libraries, "ATTENTION", attention)
+    monkeypatch.setattr(early_builds.libraries, "LINEAR", {torch.float32: linear})
+    monkeypatch.setattr(early_builds.libraries, "ATTENTION", {torch.float32: attention})
     monkeypatch.setattr(early_builds.libraries, "PLANNER", plan)
     monkeypatch.setattr(early_builds.libraries, "ONEDNN", _Library(built=True))
     before = set(threading.enumerate())
-    early_builds.begin()
+    early_builds.begin(torch.float32)
     return [thread for thread in threading.enumerate() if thread not in before]
 
 
@@ -48,3 +51,50 @@ def test_what_is_missing_is_built_meanwhile(monkeypatch):
 
 def test_where_all_is_there_nothing_is_started(monkeypatch):
     assert _begin(monkeypatch, *(_Library(True) for _ in range(3))) == []
+
+
+def test_only_what_a_dtype_needs_is_built(monkeypatch):
+    """And where it is not known, what models have most."""
+    built = []
+    monkeypatch.setattr(NativeLibrary, "is_built", lambda library: bool(built.append(library.name)) or True)
+    monkeypatch.setattr(early_builds, "instruction_sets", lambda: "avx512f")
+    early_builds.begin(torch.float16)  # whose linears are not packed
+    assert built == ["cpu_attention_float16", "planner"]
+    built.clear()
+    early_builds.begin(torch.bfloat16)
+    assert sorted(built) == ["cpu_attention_bfloat16", "cpu_linear_bfloat16", "planner"]
+    built.clear()
+    early_builds.begin(None)
+    assert len(built) == 5 and not any("float16" in name.replace("bfloat16", "") for name in built)
+    built.clear()
+    early_builds.begin(torch.float64)  # will be refused
+    assert built == ["planner"]
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, None, torch.bfloat16),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, None, torch.float16),
+        ({"text_config": {"dtype": "float32"}, "dtype": None}, None, torch.float32),
+        ({"dtype": "bfloat16"}, "float32", torch.float32),
+        ({"dtype": "bfloat16"}, torch.float16, torch.float16),
+        ({}, None, None),
+        ({"dtype": "int4"}, None, None),
+        ({"dtype": ["no", "name"]}, None, None),
+        ({"dtype": "bfloat16"}, "no dtype", None),
+        (None, None, None),
+    ],
+)
+def test_the_dtype_of_a_folder_is_told_or_left_open(tmp_path, config, asked, dtype):
+    (tmp_path / "config.json").write_text("{" if config is None else json.dumps(config))
+    assert early_builds.likely_dtype(tmp_path, asked) == dtype
+    assert early_builds.likely_dtype(str(tmp_path), asked) == dtype
+
+
+def test_the_dtype_of_models_and_other_things(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert early_builds.likely_dtype(tmp_path, None) == torch.float32
+    assert early_builds.likely_dtype(torch.nn.Linear(2, 2, dtype=torch.float16), None) == torch.float16
+    for odd in (tmp_path / "none", torch.nn.Identity(), None, 3, "nobody/has-such-a-model"):
+        assert early_builds.likely_dtype(odd, None) is None

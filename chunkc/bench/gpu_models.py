@@ -106,7 +106,7 @@ def place(sizes: dict[str, Any], dtype: torch.dtype, machine: Machine, *, tokens
     from chunkc.runtime.runner import GraphRunner
 
     if machine.device.type == "cpu":
-        cpu_backend.load()
+        cpu_backend.load(dtype)
     model, work = _prepare(tuple(sizes.items()), dtype, machine.device)
     prepared = work.prepared
     runner = GraphRunner(

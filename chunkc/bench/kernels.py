@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     from chunkc.bench.kernels_rates import MachineRates
     from chunkc.kernels import cpu_backend
 
-    if not cpu_backend.load():
+    if not all(cpu_backend.load(getattr(torch, name)) for name in args.dtype):
         raise ChunkcError("the C++ attention needs a C++ compiler: install g++ or clang, or set CXX")
     before, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
     if max(args.threads) > _MOST_THREADS * cpus:

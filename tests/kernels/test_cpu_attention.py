@@ -27,8 +27,9 @@ import dataclasses, sys, torch
 from chunkc.kernels import cpu_backend, libraries, ops, reference
 from chunkc.kernels.cases import make_case, tolerance
 from chunkc.kernels.tasks import AttentionShape
-flags = tuple(f for f in libraries.ATTENTION.flags if not f.startswith("-march")) + tuple(sys.argv[1:])
-libraries.ATTENTION = dataclasses.replace(libraries.ATTENTION, flags=flags)
+for dtype, library in libraries.ATTENTION.items():
+    flags = tuple(f for f in library.flags if not f.startswith("-march")) + tuple(sys.argv[1:])
+    libraries.ATTENTION[dtype] = dataclasses.replace(library, flags=flags)
 assert cpu_backend.load()
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

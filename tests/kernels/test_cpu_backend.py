@@ -16,7 +16,7 @@ from chunkc.kernels.cases import make_case
 from chunkc.kernels.tasks import AttentionShape
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    loaded = [cpu_backend.load(), cpu_backend.load()]
+    loaded = [cpu_backend.load(torch.float32), cpu_backend.load(torch.float32)]
 out = make_case([3, 1], [30, 9], AttentionShape(4, 2, 16, 16)).run()
 assert out.isfinite().all() and out.any()
 print(loaded, cpu_backend.active_body(), [str(w.message) for w in caught if w.category is RuntimeWarning])
@@ -40,8 +40,10 @@ def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert out.strip() == "[True, True] cpp []"
-    files = [p.name for p in (tmp_path / "cache").glob("cpu_attention-*/**/*") if p.is_file()]
-    assert sorted(files) == ["cpu_attention.sha256", "cpu_attention.so", "lock"], "one library, and no half-built one"
+    files = [p.name for p in (tmp_path / "cache").glob("cpu_attention_*/**/*") if p.is_file()]
+    assert sorted(files) == ["cpu_attention_float32.sha256", "cpu_attention_float32.so", "lock"], (
+        "one library, and no half-built one"
+    )
 
 
 def test_without_a_compiler_one_warning_and_the_reference(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ sys.path.insert(0, sys.argv[1])
 from chunkc.kernels import packed_linear
 from chunkc.kernels.fused_linear import Activation
 from chunkc.kernels.packed_linear import PackedWeight
-assert packed_linear.load() is None
+assert packed_linear.load(torch.float32) is None
 x, weight, bias, norm, residual = (torch.randn(*s) for s in ((3, 5), (16, 5), (16,), (5,), (3, 8)))
 packed = PackedWeight(weight, gated=True)
 result = torch.ops.chunkc.fused_linear(x, packed.handle, bias, 8, norm, 1e-5, Activation.SILU, residual)

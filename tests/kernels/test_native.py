@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from chunkc.errors import ChunkcError
 from chunkc.kernels import libraries, native
 from chunkc.kernels.native import NativeLibrary
 
 
-@pytest.fixture(params=[libraries.ATTENTION, libraries.LINEAR, libraries.PLANNER], ids=lambda library: library.name)
+@pytest.fixture(
+    params=[libraries.ATTENTION[torch.float32], libraries.LINEAR[torch.bfloat16], libraries.PLANNER],
+    ids=lambda library: library.name,
+)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
     return request.param
 
@@ -56,7 +60,12 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.Mo
         assert built.read_bytes() != damage
 
 
-EVERY = [value for value in vars(libraries).values() if isinstance(value, NativeLibrary)]
+EVERY = [
+    library
+    for value in vars(libraries).values()
+    for library in (value.values() if isinstance(value, dict) else [value])
+    if isinstance(library, NativeLibrary)
+]
 
 
 @pytest.mark.parametrize("library", EVERY, ids=lambda library: library.name)

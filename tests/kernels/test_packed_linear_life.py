@@ -22,7 +22,7 @@ WITHOUT_COMPILER = """
 import gc, torch
 from chunkc.kernels import packed_linear
 from chunkc.kernels.packed_linear import PackedWeight, can_pack
-assert packed_linear.load() is None and can_pack(torch.float32)
+assert packed_linear.load(torch.float32) is None and can_pack(torch.float32)
 x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
 packed, other = PackedWeight(weight), PackedWeight(weight)
 handle = packed.handle
