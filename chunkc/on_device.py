@@ -18,6 +18,7 @@ from chunkc.passes.core import core_passes
 from chunkc.passes.fuse_gates import FuseGates
 from chunkc.passes.fuse_norms import FuseNorms
 from chunkc.passes.fuse_residuals import FuseResiduals
+from chunkc.passes.fuse_rotary import FuseRotary
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.pipeline import PassPipeline
 from chunkc.passes.split_layers import SplitLayers
@@ -25,8 +26,8 @@ from chunkc.passes.widen_logits import WidenLogits
 from chunkc.prepared import Prepared
 from chunkc.program import LoweredGraph
 
-#: passes that pack linears for the CPU, and those that go by that
-_FOR_PACKED = (FuseGates, PackLinears, WidenLogits, FuseNorms, FuseResiduals)
+#: passes that pack linears for the CPU, and those that go by that or by the CPU's body of the attention
+_FOR_CPU = (FuseRotary, FuseGates, PackLinears, WidenLogits, FuseNorms, FuseResiduals)
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Ready:
 
 
 def prepare(model: nn.Module) -> Ready:
-    """The model after all passes but those that pack linears for the CPU and go by that; op by op, still on the CPU.
+    """The model after all passes but those that are for the CPU; op by op, still on the CPU.
 
     Raises:
         UnsupportedModelError: see ``chunkc.rewrite``.
     """
-    passes = [each for each in core_passes() if not isinstance(each, (*_FOR_PACKED, SplitLayers))]
+    passes = [each for each in core_passes() if not isinstance(each, (*_FOR_CPU, SplitLayers))]
     pipeline = PassPipeline([*passes, _SplitPlain()])
     work = preparation.from_scratch(model, passes=pipeline, dump=None, mode="eager")
     return Ready(work.prepared, work.lowered())

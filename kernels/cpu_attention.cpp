@@ -7,6 +7,7 @@
 #include "cpu_dtype.h"
 #include "cpu_operator.h"
 #include "cpu_parallel.h"
+#include "cpu_rotary.h"
 #include "cpu_table.h"
 #include "cpu_task.h"
 
@@ -18,25 +19,37 @@
 namespace chunkc {
 namespace {
 
-// Writes this step's keys and values to the pages and clears the output, which no task may cover (padding).
+// Writes this step's keys and values to the pages and clears the output, which no task may cover (padding). With
+// tables, keys are rotated on their way and queries into `rotated`.
 template <typename T>
 void append_and_clear(
-    const Tensor& k, const Tensor& v, Tensor& k_pages, Tensor& v_pages,
-    const Tensor& slot_mapping, Tensor& out) {
-  const View<const T> from_k(k), from_v(v);
-  const View<T> to_k(k_pages), to_v(v_pages), to_out(out);
+    const Tensor& k, const Tensor& v, Tensor& k_pages, Tensor& v_pages, const Tensor& slot_mapping, Tensor& out,
+    const RotaryTables& tables, const Tensor& q, const Tensor& rotated) {
+  const View<const T> from_k(k), from_v(v), from_q(q);
+  const View<T> to_k(k_pages), to_v(v_pages), to_out(out), to_q(rotated);
   const int64_t heads = k.size(1), qk_dim = k.size(2), v_dim = v.size(2), page_size = k_pages.size(2);
   const int64_t num_slots = k_pages.size(0) * page_size, out_row = out.size(1) * out.size(2);
   const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
   parallel_ranges(k.size(0), 64, [&](int64_t begin, int64_t end) {
     std::fill_n(to_out.at(begin, 0), (end - begin) * out_row, T(0.0f));
+    std::optional<Rotation<T>> rotation;
+    if (tables)
+      rotation.emplace(tables);
     for (int64_t t = begin; t < end; ++t) {
+      if (rotation) {
+        rotation->set_token(t);
+        for (int64_t h = 0; h < q.size(1); ++h)
+          rotation->rotate(from_q.at(t, h), to_q.at(t, h), qk_dim);
+      }
       if (slots[t] < 0)
         continue;
       CHUNKC_CHECK_INDEX(slots[t] < num_slots, "mixed_attention: slot ", slots[t], " is not in the cache");
       const int64_t page = slots[t] / page_size, offset = slots[t] % page_size;
       for (int64_t h = 0; h < heads; ++h) {
-        std::copy_n(from_k.at(t, h), qk_dim, to_k.at(page, h, offset));
+        if (rotation)
+          rotation->rotate(from_k.at(t, h), to_k.at(page, h, offset), qk_dim);
+        else
+          std::copy_n(from_k.at(t, h), qk_dim, to_k.at(page, h, offset));
         std::copy_n(from_v.at(t, h), v_dim, to_v.at(page, h, offset));
       }
     }
@@ -107,7 +120,8 @@ Tensor mixed_attention(
     const Tensor& q_offsets, const Tensor& kv_lens, const Tensor& page_table,
     const Tensor& slot_mapping, const Tensor& tasks, const Tensor& merges,
     const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes, double scale,
-    int64_t window, int64_t chunk, double softcap) {
+    int64_t window, int64_t chunk, double softcap, const std::optional<Tensor>& cos,
+    const std::optional<Tensor>& sin) {
   CHUNKC_CHECK_VALUE(
       q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k_pages.dim() == 4 && v_pages.dim() == 4,
       "mixed_attention: q, k, v must be 3-d and the pages 4-d");
@@ -135,6 +149,7 @@ Tensor mixed_attention(
       q_offsets.size(0) == kv_lens.size(0) + 1 && page_table.size(0) == kv_lens.size(0) &&
           slot_mapping.size(0) == q.size(0) && tasks.size(1) == 8 && merges.size(1) == 8,
       "mixed_attention: the batch's tensors do not fit together");
+  const RotaryTables tables = rotary_tables(q, cos, sin);
 
   const auto contiguous_rows = [](const Tensor& t) { return t.stride(2) == 1 ? t : t.contiguous(); };
   const Tensor queries = contiguous_rows(q), keys = contiguous_rows(k), values = contiguous_rows(v);
@@ -170,9 +185,10 @@ Tensor mixed_attention(
     pieces_left[i] = call.merges[i].num_splits;
   call.partials = partials.mutable_data_ptr<float>(), call.pieces_left = pieces_left.get();
 
-  append_and_clear<Element>(keys, values, k_pages, v_pages, slot_mapping, out);
+  const Tensor rotated = tables ? empty_cpu({q.size(0), q.size(1), q.size(2)}, q.scalar_type()) : queries;
+  append_and_clear<Element>(keys, values, k_pages, v_pages, slot_mapping, out, tables, queries, rotated);
   run_tasks<Element>(
-      Body<Element>(call, queries, k_pages, v_pages, out), table, tasks.size(0),
+      Body<Element>(call, rotated, k_pages, v_pages, out), table, tasks.size(0),
       threads_for(table, tasks.size(0), call));
   return out;
 }
@@ -187,9 +203,10 @@ void boxed_mixed_attention(StableIValue* stack, uint64_t, uint64_t) {
   const double scale = in.real();
   const int64_t window = in.integer(), chunk = in.integer();
   const double softcap = in.real();
+  const std::optional<Tensor> cos = in.optional_tensor(), sin = in.optional_tensor();
   stack[0] = value_of(mixed_attention(
       q, k, v, k_pages, v_pages, q_offsets, kv_lens, page_table, slot_mapping, tasks, merges, sinks, alibi_slopes,
-      scale, window, chunk, softcap));
+      scale, window, chunk, softcap, cos, sin));
 }
 
 std::atomic<Boxed> bodies[kDtypes] = {};

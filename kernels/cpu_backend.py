@@ -56,7 +56,10 @@ def _load(dtype: torch.dtype) -> bool:
         _loaded[dtype] = _serve(library)
         return True
     if _loaded:
-        raise ChunkcError(f"there is no C++ compiler to build attention for {dtype}, as there was for other dtypes")
+        raise ChunkcError(
+            f"there is no C++ compiler to build attention for {dtype}, as there was for other dtypes. Install g++ or "
+            "clang, or set CXX."
+        )
     global _has_warned
     if not _has_warned:
         _has_warned = True

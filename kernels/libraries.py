@@ -40,6 +40,7 @@ _ATTENTION = NativeLibrary(
         "cpu_decode_tiles.h",
         "cpu_prefill.h",
         "cpu_pairs.h",
+        "cpu_rotary.h",
         *_ATTENTION_HEADERS,
         *_TENSOR_HEADERS,
     ),

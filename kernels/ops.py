@@ -8,7 +8,8 @@ Importing this module registers them (once; Python's module cache makes it idemp
 ``chunkc::mixed_attention``
     what it is lowered to: attention of a ragged batch of prefill chunks and decodes over paged keys and
     values. It appends this step's keys and values to the pages first (the two pages arguments are mutated),
-    then attends along the task table of :mod:`chunkc.kernels.tasks`.
+    with cosines and sines it rotates queries and keys before that, then it attends along the task table of
+    :mod:`chunkc.kernels.tasks`. Graphs spell out all arguments: Inductor's C++ wrapper knows no defaults.
 
 The reference bodies serve every device for which no faster one is registered. The C++ body registers itself
 for CPU when :func:`chunkc.kernels.cpu_backend.load` loads its first library, so there is one route to each body and
@@ -36,7 +37,8 @@ ATTENTION_SCHEMA = (
 MIXED_ATTENTION_SCHEMA = (
     "mixed_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, "
     "Tensor q_offsets, Tensor kv_lens, Tensor page_table, Tensor slot_mapping, Tensor tasks, Tensor merges, "
-    "Tensor? sinks, Tensor? alibi_slopes, float scale, int window, int chunk, float softcap) -> Tensor"
+    "Tensor? sinks, Tensor? alibi_slopes, float scale, int window, int chunk, float softcap, "
+    "Tensor? cos=None, Tensor? sin=None) -> Tensor"
 )
 
 
@@ -75,6 +77,8 @@ def _mixed_attention_shape(
     window: int,
     chunk: int,
     softcap: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 

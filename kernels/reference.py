@@ -88,8 +88,10 @@ def mixed_attention(
     window: int,
     chunk: int,
     softcap: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch over paged keys and values, which it first appends.
+    """Causal attention of a ragged batch over paged keys and values, which it first appends, rotated if need be.
 
     Args:
         q: ``[T, Hq, Dk]``, one row per new token of the step.
@@ -102,10 +104,18 @@ def mixed_attention(
         tasks, merges: the plan, see :mod:`chunkc.kernels.tasks`.
         sinks, alibi_slopes, scale, window, chunk, softcap: as for :func:`attention`, with ``i`` and ``j`` positions
             in the request.
+        cos, sin: ``[T, Dr]`` in the dtype of ``q``, Dr even and at most Dk, or both None: what the first Dr elements
+            of queries and keys are rotated by before anything else is done with them, see :func:`rotated`.
 
     Returns:
         ``[T, Hq, Dv]``, contiguous, dtype of ``q``; zero where no task writes.
+
+    Raises:
+        TypeError, ValueError: cos and sin do not fit q or each other. Nothing is written then.
     """
+    if cos is not None or sin is not None:
+        _check_rotary(q, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     num_tokens, num_q_heads, _ = q.shape
     group = num_q_heads // k_pages.shape[1]
     page_size, v_dim = v_pages.shape[2], v_pages.shape[3]
@@ -153,6 +163,30 @@ def mixed_attention(
         rows = merge.row_end - merge.row_begin
         finish(merge, _combine([partials[merge.partial + i * rows] for i in range(merge.num_splits)]))
     return out
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x ``[T, H, D]`` with the first Dr elements of each head turned by cos and sin ``[T, Dr]``.
+
+    ``x * cos + (-second half, first half) * sin`` in float32, rounded once to the dtype of x.
+    """
+    size = cos.shape[1]
+    turned = x[..., :size].float()
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos.float()[:, None] + torch.cat([-second, first], -1) * sin.float()[:, None]
+    return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
+
+
+def _check_rotary(q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
+    if cos is None or sin is None:
+        raise ValueError("mixed_attention: cos and sin go together")
+    if not cos.dtype == sin.dtype == q.dtype:
+        raise TypeError("mixed_attention: cos and sin must have the dtype of q")
+    sizes = tuple(cos.shape)
+    if sizes != tuple(sin.shape) or len(sizes) != 2 or sizes[0] != q.shape[0]:
+        raise ValueError(f"mixed_attention: cos {sizes} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}")
+    if sizes[1] % 2 or not 0 < sizes[1] <= q.shape[2]:
+        raise ValueError(f"mixed_attention: cos {sizes} does not fit q {tuple(q.shape)}: its halves")
 
 
 def _append(

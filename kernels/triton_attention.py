@@ -50,6 +50,8 @@ def mixed_attention(
     window: int,
     chunk: int,
     softcap: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     *,
     variant: str | None = None,
 ) -> torch.Tensor:
@@ -63,7 +65,10 @@ def mixed_attention(
 
     Raises:
         TypeError, ValueError: dtypes or shapes that do not fit together.
+        NotImplementedError: cos or sin is given; no pass does that but for the C++ body.
     """
+    if cos is not None or sin is not None:
+        raise NotImplementedError("mixed_attention: the Triton body rotates nothing; q and k must come rotated")
     _check(q, k, v, k_pages, v_pages, q_offsets, kv_lens, page_table, slot_mapping, tasks, merges)
     _check_per_head(q.shape[1], "sink", sinks)
     _check_per_head(q.shape[1], "ALiBi slope", alibi_slopes)

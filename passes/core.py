@@ -8,6 +8,7 @@ from chunkc.passes.fuse_gates import FuseGates
 from chunkc.passes.fuse_linears import FuseLinears
 from chunkc.passes.fuse_norms import FuseNorms
 from chunkc.passes.fuse_residuals import FuseResiduals
+from chunkc.passes.fuse_rotary import FuseRotary
 from chunkc.passes.gather_logits import GatherLogits
 from chunkc.passes.pack_linears import PackLinears
 from chunkc.passes.page_attention import PageAttention
@@ -27,6 +28,7 @@ def core_passes() -> list[GraphPass]:
         RaggedTokens(),
         FuseLinears(),
         PageAttention(),
+        FuseRotary(),
         GatherLogits(),
         FuseGates(),
         PackLinears(),

@@ -12,7 +12,8 @@ after::
 
     %q1  = aten.reshape(aten.permute(%q, [0, 2, 1, 3]), [T, Hq, D])              # the same for k, v
     %mix = chunkc.mixed_attention(%q1, %k1, %v1, %k_pages_0, %v_pages_0, %q_offsets, %kv_lens, %page_table,
-                                  %slot_mapping, %tasks_0, %merges_0, None, None, 0.125, 0, 0, 0.0)     # [T, Hq, D]
+                                  %slot_mapping, %tasks_0, %merges_0, None, None, 0.125, 0, 0, 0.0,
+                                  None, None)                                            # [T, Hq, D]
     %att = aten.unsqueeze(%mix, 0)
 """
 
@@ -117,12 +118,12 @@ def _replace(
 ) -> None:
     sinks, alibi_slopes, scale, softcap = *node.args[4:7], node.args[10]
     with graph.inserting_before(node):
-        rows = [_token_rows(graph, tensor, node) for tensor in node.args[:3]]
+        rows = [token_rows(graph, tensor, node) for tensor in node.args[:3]]
         mixed = call(
             graph,
             torch.ops.chunkc.mixed_attention.default,
             *(*rows, *pages, *metadata, tasks, merges),
-            *(sinks, alibi_slopes, scale, shape.window, shape.chunk, softcap),
+            *(sinks, alibi_slopes, scale, shape.window, shape.chunk, softcap, None, None),
             like=node,
         )
         result = call(graph, aten.unsqueeze.default, mixed, 0, like=node)
@@ -130,7 +131,7 @@ def _replace(
     graph.erase_node(node)
 
 
-def _token_rows(graph: fx.Graph, tensor: fx.Node, like: fx.Node) -> fx.Node:
+def token_rows(graph: fx.Graph, tensor: fx.Node, like: fx.Node) -> fx.Node:
     """[1, H, T, D] -> [T, H, D]; a transpose that is there already is undone instead of doubled."""
     if is_call(tensor, aten.transpose) and {dim % 4 for dim in tensor.args[1:]} == {1, 2}:
         rows = tensor.args[0]

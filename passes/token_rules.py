@@ -527,9 +527,10 @@ def _attention(node: fx.Node, at: Analysis) -> State:
 
 @token_rule(torch.ops.chunkc.mixed_attention)
 def _mixed_attention(node: fx.Node, at: Analysis) -> State:
-    states = [at.state(tensor) for tensor in node.args[:3]]
+    rotary = (table for table in node.args[17:19] if table is not None)
+    states = [at.state(tensor) for tensor in (*node.args[:3], *rotary)]
     if not all(isinstance(s, Tokens) and s == states[0] and s.axis == 0 for s in states):
-        raise MixesTokens("its query, key or value is not one row a token in the batch's order")
+        raise MixesTokens("its query, key, value, cosines or sines are not one row a token in the batch's order")
     _in_order(states[0])
     return states[0].moved(0)
 
