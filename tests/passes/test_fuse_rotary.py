@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from chunkc import compat
 from chunkc.errors import ChunkcError, PassError
-from chunkc.inductor import compile_to_libraries
+from chunkc.inductor import begin_libraries
 from chunkc.kernels import cpu_backend
 from chunkc.kernels.packed_linear import active_body, can_pack
 from chunkc.parts import cut
@@ -332,7 +332,7 @@ def test_models(name: str, matches: int) -> None:
 @pytest.mark.skipif(
     not can_pack(torch.float32) or active_body(torch.float32) != "own", reason="norms are not fused on this machine"
 )
-def test_a_layer_of_llama_is_nothing_but_calls_of_ours() -> None:
+def test_a_layer_of_llama_is_nothing_but_calls_of_ours(tmp_path) -> None:
     """Between them there are views; Inductor makes no loop of its own."""
     parts = cut(rewrite(huggingface("llama")[0]).graph_module)
     layer = parts[1].graph_module
@@ -348,5 +348,5 @@ def test_a_layer_of_llama_is_nothing_but_calls_of_ours() -> None:
     ]
     assert not loops
     with compat.one_graph_for_every_size():
-        (library,) = compile_to_libraries([layer])
-    assert b"cpp_fused" not in library.read_bytes()
+        (wait,) = begin_libraries([layer], ["layer"], tmp_path)
+    assert b"cpp_fused" not in wait().read_bytes()
