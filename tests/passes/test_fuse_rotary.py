@@ -283,7 +283,7 @@ def test_layers_share_their_tables(captured: Captured) -> None:
 
 
 def test_without_the_compiled_body_it_is_said(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_backend, "load", lambda: False)
+    monkeypatch.setattr(cpu_backend, "load", lambda dtype: False)
     graph_module, context, report = fuse(captured, "llama")
     assert report.matches == 0 and "no compiled body" in report.skipped[0].why
     check_rotary_fused(graph_module, context)
