@@ -28,7 +28,7 @@ void append_and_clear(
   const View<const T> from_k(k), from_v(v), from_q(q);
   const View<T> to_k(k_pages), to_v(v_pages), to_out(out), to_q(rotated);
   const int64_t heads = k.size(1), qk_dim = k.size(2), v_dim = v.size(2), page_size = k_pages.size(2);
-  const int64_t num_slots = k_pages.size(0) * page_size, out_row = out.size(1) * out.size(2);
+  const int64_t out_row = out.size(1) * out.size(2);
   const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
   parallel_ranges(k.size(0), 64, [&](int64_t begin, int64_t end) {
     std::fill_n(to_out.at(begin, 0), (end - begin) * out_row, T(0.0f));
@@ -43,7 +43,6 @@ void append_and_clear(
       }
       if (slots[t] < 0)
         continue;
-      CHUNKC_CHECK_INDEX(slots[t] < num_slots, "mixed_attention: slot ", slots[t], " is not in the cache");
       const int64_t page = slots[t] / page_size, offset = slots[t] % page_size;
       for (int64_t h = 0; h < heads; ++h) {
         if (rotation)
@@ -179,6 +178,8 @@ Tensor mixed_attention(
 
   const Task* table = reinterpret_cast<const Task*>(tasks.const_data_ptr<int32_t>());
   const int64_t num_merges = merges.size(0), scratch_rows = check_tables(call, table, tasks.size(0), num_merges);
+  check_slots(call, slot_mapping.const_data_ptr<int64_t>());
+  check_pages(call, table, tasks.size(0));
   Tensor partials = empty_cpu({scratch_rows, v.size(2) + 2}, kFloat);
   std::unique_ptr<std::atomic<int32_t>[]> pieces_left(new std::atomic<int32_t>[num_merges]);
   for (int64_t i = 0; i < num_merges; ++i)

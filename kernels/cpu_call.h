@@ -53,22 +53,21 @@ struct View {
   T* at(int64_t i, int64_t j, int64_t k = 0) const { return data + i * stride0 + j * stride1 + k * stride2; }
 };
 
-// The keys or the values of one request and head.
+// The keys or the values of one request and head. The pages must have been checked.
 template <typename T>
 struct PagedRows {
   const View<const T>& pages;
   const int32_t* table;
-  int64_t head, page_size, num_pages, dim;
+  int64_t head, page_size, dim;
 
   PagedRows(const Call& call, const View<const T>& pages, int64_t request, int64_t head, int64_t dim)
       : pages(pages), table(call.page_table + request * call.page_table_stride), head(head),
-        page_size(call.page_size), num_pages(call.num_pages), dim(dim) {}
+        page_size(call.page_size), dim(dim) {}
 
   // Where the rows begin .. begin + count - 1 lie.
   void find(int64_t begin, int64_t count, const T** rows) const {
     for (int64_t page_index = begin / page_size, offset = begin % page_size, j = 0; j < count; ++page_index) {
       const int64_t page = table[page_index], end = std::min(count, j + page_size - offset);
-      CHUNKC_CHECK_INDEX(page >= 0 && page < num_pages, "mixed_attention: page ", page, " is not in the cache");
       for (const T* row = pages.at(page, head, offset); j < end; ++j, row += pages.stride2)
         rows[j] = row;
       offset = 0;

@@ -1,5 +1,6 @@
-// What the task and merge tables must be for a call: no task reads or writes what the batch does not have, and every
-// piece of a split block is there, once. The tables' meaning is in kernels/tasks.py.
+// What the tables must be for a call: no task reads or writes what the batch and the cache do not have, every piece of
+// a split block is there, once, and new tokens have slots in the cache. All of it is checked before anything is
+// written. The tables' meaning is in kernels/tasks.py.
 #pragma once
 
 #include "cpu_call.h"
@@ -23,6 +24,36 @@ inline void check_task(const Call& call, const Task& task) {
       task.kv_begin >= 0 && task.kv_begin < task.kv_end &&
           task.kv_end <= std::min<int64_t>(call.kv_lens[task.request], call.page_table_stride * call.page_size),
       "mixed_attention: a task names keys that request ", task.request, " does not have");
+}
+
+// Throws where a new token's slot is not in the cache. A negative one is nowhere, and right.
+inline void check_slots(const Call& call, const int64_t* slots) {
+  const int64_t num_slots = call.num_pages * call.page_size;
+  for (int64_t t = 0; t < call.num_tokens; ++t)
+    CHUNKC_CHECK_INDEX(slots[t] < num_slots, "mixed_attention: slot ", slots[t], " is not in the cache");
+}
+
+// Throws where a page is not in the cache that tasks, which must have been checked, read keys of. A request's tasks
+// read about the same pages, which are looked at once.
+inline void check_pages(const Call& call, const Task* tasks, int64_t num_tasks) {
+  struct Keys {
+    int32_t begin = 0, end = 0;
+  };
+  std::vector<Keys> read(call.num_requests);
+  for (const Task* task = tasks; task != tasks + num_tasks; ++task) {
+    Keys& keys = read[task->request];
+    keys = keys.end == 0
+        ? Keys{task->kv_begin, task->kv_end}
+        : Keys{std::min(keys.begin, task->kv_begin), std::max(keys.end, task->kv_end)};
+  }
+  for (int64_t r = 0; r < call.num_requests; ++r) {
+    if (read[r].end == 0)  // without keys a page may have no slots
+      continue;
+    const int32_t* pages = call.page_table + r * call.page_table_stride;
+    for (int64_t i = read[r].begin / call.page_size; i * call.page_size < read[r].end; ++i)
+      CHUNKC_CHECK_INDEX(
+          pages[i] >= 0 && pages[i] < call.num_pages, "mixed_attention: page ", pages[i], " is not in the cache");
+  }
 }
 
 // Rows of partial results that the tables need. Throws where a task names what the batch does not have, or the tables

@@ -411,6 +411,53 @@ def test_cpp_refuses_pieces_that_are_missing_or_there_twice() -> None:
             ops.mixed_attention(*case.arguments(dataclasses.replace(plan, tasks=tasks.contiguous())))
 
 
+@pytest.mark.parametrize("value", [-1, -(2**31), 100, 2**31 - 1])
+@pytest.mark.parametrize(("request_", "page"), [(0, 0), (0, 12), (1, 3), (2, 4)])
+def test_cpp_refuses_pages_that_are_not_in_the_cache_before_it_writes(request_: int, page: int, value: int) -> None:
+    """Those that a task reads keys of; what is behind a window or a request's end is never looked at."""
+    assert cpu_backend.load()
+    case = make_case([30, 1, 1], [200, 50, 80], AttentionShape(4, 2, 32, 32))
+    assert case.k_pages.shape[0] <= 100
+    given = list(case.arguments(case.plan(kv_split=64)))
+    given[7] = given[7].clone()
+    given[7][request_, page] = value
+    with pytest.raises(IndexError, match=f"page {value} is not in the cache"):
+        ops.mixed_attention(*given)
+    for pages, before in zip(given[3:5], (case.k_pages, case.v_pages), strict=True):
+        assert torch.equal(pages.view(torch.int32), before.view(torch.int32))
+
+
+def test_pages_that_no_task_reads_may_be_anything() -> None:
+    assert cpu_backend.load()
+    case = make_case([1, 0, 20], [200, 50, 80], AttentionShape(4, 2, 32, 32, window=33))
+    given = list(case.arguments(case.plan()))
+    given[7] = given[7].clone()
+    given[7][0, :10], given[7][1], given[7][2, 5:] = 10**9, -7, -(2**31)
+    given[7][2, 0] = 10**9
+    torch.testing.assert_close(ops.mixed_attention(*given).double(), expected(case), **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("slot", [2**62, 16 * 100])
+def test_cpp_refuses_slots_that_are_not_in_the_cache_before_it_writes(slot: int) -> None:
+    assert cpu_backend.load()
+    case = make_case([4, 1], [50, 70], AttentionShape(4, 2, 32, 32))
+    given = list(case.arguments(case.plan()))
+    given[8] = given[8].clone()
+    given[8][-1] = slot
+    with pytest.raises(IndexError, match=f"slot {slot} is not in the cache"):
+        ops.mixed_attention(*given)
+    for pages, before in zip(given[3:5], (case.k_pages, case.v_pages), strict=True):
+        assert torch.equal(pages.view(torch.int32), before.view(torch.int32))
+
+
+def test_pages_without_slots_and_nothing_to_do() -> None:
+    assert cpu_backend.load()
+    case = make_case([0], [3], AttentionShape(4, 2, 16, 16), padding=2)
+    given = list(case.arguments(case.plan()))
+    given[3:5] = [pages[:, :, :0] for pages in given[3:5]]
+    assert not ops.mixed_attention(*given).any()
+
+
 @pytest.mark.parametrize("arguments", [(0, 1, 3), (2, 4)])
 def test_cpp_refuses_heads_without_elements(arguments: tuple[int, ...]) -> None:
     assert cpu_backend.load()
