@@ -116,8 +116,9 @@ class Body {
   void write(int64_t request, int64_t kv_head, int64_t row, const float* sums, float peak, float total) const {
     const int64_t head = kv_head * call_.group + row % call_.group;
     float factor = 1;
-    if (call_.sinks) {
-      const float sink = call_.sinks[head] * kLog2E, base = std::max(peak, sink);
+    const float sink = call_.sinks ? call_.sinks[head] * kLog2E : kMinusInf;
+    if (sink != kMinusInf) {  // else it has no share, though no key may have one either
+      const float base = std::max(peak, sink);
       factor = peak == kMinusInf ? 0.0f : std::exp2(peak - base);
       total = total * factor + std::exp2(sink - base);
     }

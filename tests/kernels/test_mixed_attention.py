@@ -194,6 +194,22 @@ def test_rows_that_see_nothing_in_any_piece_of_a_split_block(body: Callable, sin
     torch.testing.assert_close(out[2:], body(*rest.arguments(rest.plan())), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sink", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("kv_split", [None, 8])
+def test_a_sink_far_below_all_scores_has_no_share(body: Callable, kv_split: int | None, sink: float) -> None:
+    """Not even where a row sees no key: that gives zeros, as without sinks."""
+    case = make_case([40, 2], [40, 2], AttentionShape(4, 2, 16, 16), page_size=4)
+    m = case.metadata
+    slots = torch.cat([torch.tensor([-1, -1]), m.slot_mapping[:38], torch.tensor([-1]), m.slot_mapping[-2:-1]])
+    lens = torch.tensor([38, 1], dtype=torch.int32)
+    plain = dataclasses.replace(case, metadata=dataclasses.replace(m, kv_lens=lens, slot_mapping=slots))
+    closed = dataclasses.replace(plain, sinks=torch.full((4,), sink))
+    table = plain.plan(kv_split=kv_split)
+    out = body(*closed.arguments(table))
+    assert torch.equal(out, body(*plain.arguments(table)))
+    assert not out[:2].any() and not out[40].any() and out[2:40].all(-1).all()
+
+
 def test_nothing_to_do(body: Callable) -> None:
     case = make_case([0], [3], AttentionShape(4, 2, 16, 16), padding=2)
     table = case.plan()
