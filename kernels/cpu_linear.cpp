@@ -179,6 +179,9 @@ Tensor packed_rows(const Tensor& numbers, const Tensor& handle, int64_t in_featu
   const int64_t number = number_of(handle);
   const auto borrowed = registry().find(number);
   const Weight& weight = present(borrowed.get(), number);
+  CHUNKC_CHECK_TYPE(
+      numbers.scalar_type() == kLong || numbers.scalar_type() == kInt,
+      "packed_rows: rows are named by int64 or int32, not ", numbers.scalar_type());
   CHUNKC_CHECK_VALUE(
       in_features == weight.in_features && dtype == weight.dtype, "packed_rows: the weight's rows are [",
       weight.in_features, "] of ", weight.dtype);

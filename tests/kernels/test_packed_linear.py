@@ -184,6 +184,15 @@ def test_rows_are_read_back_as_they_were(own, out_features, in_features, dtype, 
         assert torch.equal(packed_rows(which, packed.handle, in_features, dtype), weight[which.long()])
 
 
+@BODIES
+@pytest.mark.parametrize("number", [1.7, True, 1j], ids=str)
+def test_rows_are_named_by_integers(own, number):
+    """What is none is refused, not rounded."""
+    packed = PackedWeight(torch.randn(16, 5), own=own)
+    with pytest.raises(TypeError, match="packed_rows: rows are named by int64 or int32"):
+        packed_rows(torch.tensor([number]), packed.handle, 5, torch.float32)
+
+
 def test_a_weight_that_is_consumed_is_packed_right_and_only_its_own_memory_goes():
     whole = torch.randn(1500, 700)
     weight, before = whole[200:1300], whole.clone()
