@@ -50,7 +50,8 @@ template <typename T>
 void normalise(
     const T* x, int64_t x_stride, int64_t rows, int64_t size, const T* weight, float eps, T* out) {
   constexpr int64_t kWorthwhile = 32'768;  // elements are worth a thread
-  parallel_ranges(rows, std::max<int64_t>(1, kWorthwhile / size), [&](int64_t begin, int64_t end) {
+  const int64_t grain = std::max<int64_t>(1, kWorthwhile / std::max<int64_t>(1, size));
+  parallel_ranges(rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       normalise_row(x + r * x_stride, size, weight, eps, out + r * size);
   });

@@ -197,6 +197,15 @@ def test_the_reference_is_torchs_activation(activation):
     torch.testing.assert_close(activation(gates), gates * torch.sigmoid(exponent(activation, gates)))
 
 
+def test_a_weight_without_columns_has_a_norm_too():
+    """Of nothing: the process survives, and the result is the residual."""
+    if active_body(torch.float32) != "own":
+        pytest.skip("oneDNN has no such product")
+    packed, residual = PackedWeight(torch.randn(16, 0)), torch.randn(3, 16)
+    result = fused_linear(torch.zeros(3, 0), packed.handle, None, 16, torch.ones(0), EPS, Activation.NONE, residual)
+    assert torch.equal(result, residual)
+
+
 def test_large_gates_saturate_and_nan_stays_in_its_row():
     for dtype in DTYPES:
         x = torch.zeros(5, 2).to(dtype)
