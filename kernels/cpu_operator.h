@@ -51,7 +51,7 @@ class Arguments {
     if (!place)
       return std::nullopt;
     const StableIValue value = *place;
-#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+#if defined(TORCH_VERSION_2_13_0) && TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
     torch_delete_stable_ivalue(place);
 #else
     delete place;
